@@ -36,7 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 
-from h200_table import print_table  # noqa: E402
+from h200_parts.h200_table import print_table  # noqa: E402
 
 from teachllm import LLM, EngineConfig, __version__  # noqa: E402
 from teachllm.bench.ceilings import measure_ceilings  # noqa: E402

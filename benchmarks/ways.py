@@ -28,7 +28,7 @@ from h200 import (  # noqa: E402
     script_parser,
     write_shape,
 )
-from h200_table import best_of, is_rate, is_reached  # noqa: E402
+from h200_parts.h200_table import best_of, is_rate, is_reached  # noqa: E402
 
 from teachllm.bench.workloads import WORKLOADS  # noqa: E402
 from teachllm.engine.observability.ceilings import device_name  # noqa: E402

@@ -12,7 +12,8 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of its probability.
         rank: 1 for the most likely token.
-        decoded_token: its text alone; None without a tokenizer, or where the request does not detokenize.
+        decoded_token: what it adds to the text: of a character's tokens the last one has it all. None without a
+            tokenizer, or where the request does not detokenize.
     """
 
     logprob: float
@@ -55,12 +56,14 @@ class RequestMetrics:
         arrival_time: it was added.
         first_scheduled_time: it left the queue, or the first of its `n` completions did.
         first_token_time, last_token_time: of any completion, when the reader of the engine's outputs got it.
+        num_preemptions: how often its completions, all together, lost their blocks.
     """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
+    num_preemptions: int = 0
 
 
 @dataclass(slots=True)

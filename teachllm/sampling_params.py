@@ -56,7 +56,7 @@ class SamplingParams:
         detokenize: False returns ids only; stop strings then have nothing to match.
         skip_special_tokens: leave special tokens out of the text.
 
-    Integers of NumPy and the like become Python's, and sequences tuples.
+    Integers of NumPy and the like become Python's, and sequences tuples; of equal token ids one is kept.
 
     Raises:
         ValueError: a parameter is not of its type, or out of its range.
@@ -215,7 +215,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 def _ids(value: Any) -> tuple[int, ...]:
     if isinstance(value, str | bytes | Mapping):
         raise TypeError
-    return tuple(_integer(each) for each in value)
+    return tuple(dict.fromkeys(map(_integer, value)))  # each once
 
 
 def _biases(value: Any) -> dict[int, float]:

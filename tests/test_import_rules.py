@@ -98,6 +98,7 @@ OUTSIDE = {
         f"teachllm.engine.processes.{name}": {"zmq", "msgspec"}
         for name in ("core_client", "core_link", "core_process", "core_messages")
     },
+    **{f"teachllm.engine.processes.{name}": {"msgspec"} for name in ("text_process", "text_workers")},
     **{
         f"teachllm.worker.processes.{name}": {"torch", "zmq", "msgspec"}
         for name in ("host", "host_lines", "host_messages", "host_plan", "host_socket", "rank_hosts", "ray_ranks")

@@ -59,10 +59,14 @@ class KVCacheManager:
 
     # -- finding and taking --------------------------------------------------------------------------------
 
+    def looks_up(self, request: Request) -> bool:
+        """Return whether a request's prefix is looked for at all."""
+        findable = self._enable_prefix_caching or request.group is not None
+        return findable and request.sampling_params.prompt_logprobs is None
+
     def match(self, request: Request) -> list[Block]:
         """Return the longest cached prefix of a request's known tokens. At least the last token is left to compute."""
-        findable = self._enable_prefix_caching or request.group is not None
-        if not findable or request.sampling_params.prompt_logprobs is not None:
+        if not self.looks_up(request):
             return []
         hits: list[Block] = []
         for i in range((len(request.token_ids) - 1) // self.block_size):

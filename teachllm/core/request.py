@@ -61,6 +61,21 @@ class Wait:
         return self.reason.value.format(needed=self.needed, available=self.available, plural=plural)
 
 
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """Refuse a prompt that is empty, or leaves no room for an output token.
+
+    Raises:
+        ValueError: the message has the numbers.
+    """
+    if num_tokens == 0:
+        raise ValueError("the prompt is empty: it needs at least one token")
+    if num_tokens + 1 > max_model_len:
+        raise ValueError(
+            f"the prompt has {num_tokens} tokens and max_model_len={max_model_len} leaves no room for an output token: "
+            f"shorten it to {max_model_len - 1}, or raise max_model_len"
+        )
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """Track one completion that is being generated.
@@ -83,6 +98,7 @@ class Request:
         num_committed_blocks: leading blocks that are findable in the prefix cache.
         num_cached_tokens, first_scheduled_time: prompt tokens found in the cache on admission, and when; None before.
         last_step: the last plan that names it, -1 for none.
+        own_stop_token_ids: that it asked to stop at.
     """
 
     request_id: str
@@ -117,9 +133,11 @@ class Request:
     first_scheduled_time: float | None = None
     num_preemptions: int = 0
     last_step: int = -1
+    own_stop_token_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = array("q", self.prompt_token_ids)
+        self.own_stop_token_ids = frozenset(self.sampling_params.stop_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -150,7 +168,7 @@ class Request:
     @property
     def stop_token_ids(self) -> frozenset[int]:
         """Return all ids that end the output."""
-        own = frozenset(self.sampling_params.stop_token_ids)
+        own = self.own_stop_token_ids
         return own if self.sampling_params.ignore_eos else own | self.eos_token_ids
 
     def longest(self, max_model_len: int, block_size: int, num_blocks: int) -> int:
@@ -161,13 +179,7 @@ class Request:
         """
         num_prompt = self.num_prompt_tokens
         max_tokens = self.sampling_params.max_tokens
-        if num_prompt == 0:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        if num_prompt + 1 > max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens and max_model_len={max_model_len} leaves no room for an "
-                f"output token: shorten it to {max_model_len - 1}, or raise max_model_len"
-            )
+        check_prompt_length(num_prompt, max_model_len)
         longest = max_model_len if max_tokens is None else min(num_prompt + max_tokens, max_model_len)
         needed = -(-longest // block_size)
         if needed > num_blocks:
@@ -184,7 +196,7 @@ class Request:
         if self.num_output_tokens >= params.min_tokens:
             if token_id in self.eos_token_ids and not params.ignore_eos:
                 self.finish_reason = FinishReason.STOP
-            elif token_id in params.stop_token_ids:
+            elif token_id in self.own_stop_token_ids:
                 self.finish_reason = FinishReason.STOP
                 self.stop_reason = token_id
         if self.finish_reason is None and len(self.token_ids) >= self.max_len:

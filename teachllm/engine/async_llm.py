@@ -20,13 +20,15 @@ from typing import Any
 
 from teachllm.config import EngineConfig
 from teachllm.engine.engine_thread import EngineThread, Order, carry_out, refuse
-from teachllm.engine.input_processor import Prompt
+from teachllm.engine.input_processor import PreparedPrompt, Prompt, num_characters
 from teachllm.engine.llm_engine import Engine, TraceSink
 from teachllm.engine.output_stream import OutputStream, RequestStream
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.worker.errors import FailedStepError
+
+_MAX_INLINE = 4096  # characters of one request that are tokenized where it is submitted: about three milliseconds
 
 
 class AsyncLLM(EngineThread):
@@ -83,6 +85,11 @@ class AsyncLLM(EngineThread):
         return self._engine.model_config.vocab_size
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache; of replicas, each."""
+        return self._engine.num_blocks
+
+    @property
     def generation_defaults(self) -> dict[str, Any]:
         """Sampling settings that the checkpoint recommends, under SamplingParams' names."""
         return self._engine.generation_defaults
@@ -134,9 +141,14 @@ class AsyncLLM(EngineThread):
             EngineDeadError: a process of the engine has ended.
         """
         name = request_id or self.next_id()
+        params, salt = sampling_params or SamplingParams(), options.pop("cache_salt", None)
+        prepare = partial(self._engine.inputs.prepare, prompt, params, salt)
+        # Neither the engine's thread nor the caller's loop waits for a long text.
+        is_short = num_characters(prompt, params) <= _MAX_INLINE
+        prepared = prepare() if is_short else await asyncio.to_thread(prepare)
         stream = OutputStream(asyncio.get_running_loop())
         added: Future[None] = Future()
-        add = partial(self._add, stream, name, prompt, sampling_params, options)
+        add = partial(self._add, stream, name, prepared, options)
         queued = self.call(lambda: self._arriving.append((name, (add, added))))
         queued.add_done_callback(partial(_hand_on, added))
         leave = partial(self._ask, partial(self._leave, name, stream))
@@ -193,10 +205,8 @@ class AsyncLLM(EngineThread):
         for _, (_, done) in self._arriving:
             refuse(done, error)
 
-    def _add(
-        self, stream: OutputStream, name: str, prompt: Prompt, params: SamplingParams | None, options: dict[str, Any]
-    ) -> None:
-        stream.begin(self._engine.add_request(name, prompt, params, **options))
+    def _add(self, stream: OutputStream, name: str, prompt: PreparedPrompt, options: dict[str, Any]) -> None:
+        stream.begin(self._engine.add_request(name, prompt, **options))
         self._streams[name] = stream
 
     def _abort(self, name: str) -> None:

@@ -123,6 +123,11 @@ class EngineCore:
         return None if self._counter is None else self._counter.take(self.scheduler)
 
     @property
+    def num_blocks(self) -> int:
+        """Return how many blocks the KV cache has."""
+        return self.executor.num_blocks
+
+    @property
     def draft_step_cost(self) -> StepCost | None:
         """Return what a step with drafts takes; None until both kinds have been timed."""
         return None if self._draft_length is None else self._draft_length.step_cost()
@@ -243,7 +248,7 @@ class EngineCore:
                 if request.first_scheduled_time is None:
                     request.first_scheduled_time = now
                     if self._counter is not None:
-                        self._counter.admit(request)
+                        self._counter.admit(request, self.scheduler.kv.looks_up(request))
 
     def _work(self, plan: SchedulerOutput) -> Work | None:
         """Return what a plan that is under way costs at least, if that is observed."""

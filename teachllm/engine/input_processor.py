@@ -8,22 +8,40 @@ from __future__ import annotations
 import operator
 import struct
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
 from teachllm.config import EngineConfig
-from teachllm.core.request import Request
+from teachllm.core.request import Request, check_prompt_length
 from teachllm.engine.text.tokenizer import Tokenizer, check_encodable
 from teachllm.models.model_config import ModelConfig
-from teachllm.sampling.validation import check_ids, check_params, check_some_token_allowed
+from teachllm.sampling.validation import check_constraint_ids, check_ids, check_params, check_some_token_allowed
 from teachllm.sampling_params import SamplingParams, fits_int64
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt with its parameters, checked, and all of their text as token ids: what takes long is done.
+
+    Attributes:
+        text: None of a prompt that was given as ids.
+        packed_ids: `token_ids` as they lie in memory.
+        bad_word_token_ids: id sequences that may not be produced.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    packed_ids: array[int]
+    params: SamplingParams
+    bad_word_token_ids: tuple[tuple[int, ...], ...]
+    cache_salt: str | None
 
 
 class InputProcessor:
@@ -41,23 +59,12 @@ class InputProcessor:
         self._config, self._model_config, self._tokenizer = config, model_config, tokenizer
         self.num_requests = 0
 
-    def requests(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        priority: int,
-        cache_salt: str | None,
-        arrival_time: float,
-    ) -> tuple[str | None, list[int], list[Request]]:
-        """Text and ids of a prompt, and the request's `n` completions; they share the prompt's blocks.
+    def prepare(self, prompt: Prompt, params: SamplingParams, cache_salt: str | None = None) -> PreparedPrompt:
+        """Checks a prompt and its parameters, and tokenizes their texts. May run in any thread.
 
         Raises:
-            ValueError: the prompt is none, or a parameter does not suit the model.
+            ValueError: the prompt is none, can never fit, or a parameter does not suit the model.
         """
-        if not isinstance(priority, int) or isinstance(priority, bool) or not fits_int64(priority):
-            raise ValueError(f"priority={priority!r}: must be a whole number of at most 64 bits")
         if isinstance(prompt, Mapping):
             prompt, cache_salt = _content(prompt, cache_salt)
         if cache_salt is not None:
@@ -67,16 +74,29 @@ class InputProcessor:
         text, token_ids, packed_ids = self._token_ids(prompt)
         bad_words = self._check(params)
         params = self._with_whole_vocabulary(params)
+        return PreparedPrompt(text, token_ids, packed_ids, params, bad_words, cache_salt)
+
+    def requests(
+        self, request_id: str, prepared: PreparedPrompt, *, priority: int, arrival_time: float
+    ) -> list[Request]:
+        """The `n` completions of a request; they share the prompt's blocks.
+
+        Raises:
+            ValueError: the priority is none.
+        """
+        if not isinstance(priority, int) or isinstance(priority, bool) or not fits_int64(priority):
+            raise ValueError(f"priority={priority!r}: must be a whole number of at most 64 bits")
+        params, cache_salt = prepared.params, prepared.cache_salt
         seed = params.seed
         if seed is None:  # the same engine seed and order of requests give the same noise
             digest = sha256(f"{self._config.seed} {self.num_requests + 1}".encode()).digest()
             seed = int.from_bytes(digest[:8], "little")
         # The first child scores the prompt for all.
-        others = replace(params, prompt_logprobs=None) if params.n > 1 else params
-        children = [
+        others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
+        return [
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}#{index}",
-                prompt_token_ids=packed_ids,
+                prompt_token_ids=prepared.packed_ids,
                 sampling_params=params if index == 0 else others,
                 eos_token_ids=self._model_config.eos_token_ids,
                 arrival_time=arrival_time,
@@ -85,12 +105,10 @@ class InputProcessor:
                 group=request_id if params.n > 1 else None,
                 child_index=index,
                 seed=seed,
-                bad_word_token_ids=bad_words,
+                bad_word_token_ids=prepared.bad_word_token_ids,
             )
             for index in range(params.n)
         ]
-        check_some_token_allowed(params, self._model_config.vocab_size, children[0].stop_token_ids, bad_words)
-        return text, token_ids, children
 
     def _with_whole_vocabulary(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with -1 log-probabilities spelled out: as many as there are tokens."""
@@ -113,10 +131,13 @@ class InputProcessor:
             if self._tokenizer is None:
                 raise ValueError('skip_tokenizer_init=True: give prompts as {"prompt_token_ids": [...]}')
             check_encodable("a prompt", prompt)
+            self._tokenizer.check_length("the prompt", prompt, self._config.max_model_len or len(prompt))
             text, given = prompt, self._tokenizer.encode(prompt)
         if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray | Mapping):
             kind = type(given).__name__
             raise ValueError(f"a prompt is a text, token ids, or a dictionary with either, not {kind}")
+        if self._config.max_model_len is not None and isinstance(given, Sized):
+            check_prompt_length(len(given), self._config.max_model_len)
         ids, vocab_size = list(given), self._model_config.vocab_size
         try:
             packed = array("q", struct.pack(f"{len(ids)}q", *ids))  # faster than from the list
@@ -141,7 +162,16 @@ class InputProcessor:
                 raise ValueError(f"{name} are text: drop them, or set skip_tokenizer_init=False")
         bad_words = self.bad_word_ids(params)
         check_ids("bad_words", (token_id for word in bad_words for token_id in word), vocab_size)
+        check_constraint_ids(params, sum(map(len, bad_words)))
+        stops = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._model_config.eos_token_ids)
+        check_some_token_allowed(params, vocab_size, stops, bad_words)
         return bad_words
+
+
+def num_characters(prompt: Prompt, params: SamplingParams) -> int:
+    """Return how much text of a request is to be tokenized, in characters."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return (len(text) if isinstance(text, str) else 0) + sum(map(len, params.bad_words))
 
 
 def _content(prompt: Mapping[str, Any], cache_salt: str | None) -> tuple[Prompt, str | None]:

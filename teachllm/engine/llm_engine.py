@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from teachllm.config import EngineConfig
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
-from teachllm.engine.input_processor import InputProcessor, Prompt
+from teachllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt
 from teachllm.engine.observability.stats import StepStats
 from teachllm.engine.output_processor import OutputProcessor
 from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
@@ -63,6 +63,9 @@ class Core(Protocol):
 
     @property
     def clock(self) -> Callable[[], float]: ...
+
+    @property
+    def num_blocks(self) -> int: ...
 
     @property
     def unfinished_ids(self) -> list[str]: ...
@@ -169,7 +172,7 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | PreparedPrompt,
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -179,7 +182,8 @@ class Engine:
         """Queues a request.
 
         Args:
-            prompt: text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}.
+            prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; or what `inputs.prepare` has made of
+                one, of its parameters and of its cache salt.
             priority: lower goes first, with scheduling_policy="priority".
             cache_salt: requests share KV only with others of the same salt.
             arrival_time: seconds on the recorder's clock, without one on `time.perf_counter`; None is now.
@@ -190,17 +194,13 @@ class Engine:
         Raises:
             ValueError: the id is taken, the prompt can never fit, or a parameter does not suit the model.
         """
-        text, token_ids, children = self.inputs.requests(
-            request_id,
-            prompt,
-            sampling_params or SamplingParams(),
-            priority=priority,
-            cache_salt=cache_salt,
-            arrival_time=self._core.clock() if arrival_time is None else arrival_time,
-        )
+        arrived = self._core.clock() if arrival_time is None else arrival_time
+        if not isinstance(prompt, PreparedPrompt):
+            prompt = self.inputs.prepare(prompt, sampling_params or SamplingParams(), cache_salt)
+        children = self.inputs.requests(request_id, prompt, priority=priority, arrival_time=arrived)
         self._outputs.check_free(request_id, children)
         self._core.add(children[0])  # if one fits, all do
-        output = self._outputs.add(request_id, text, token_ids, children)
+        output = self._outputs.add(request_id, prompt.text, prompt.token_ids, children)
         for child in children[1:]:
             self._core.add(child)
         self.inputs.num_requests += 1
@@ -274,6 +274,11 @@ class Engine:
         """Ends the wait of a `step` in another thread, or of the next one."""
         if self.is_elsewhere:
             cast(Any, self._core).interrupt()
+
+    @property
+    def num_blocks(self) -> int:
+        """Return how many blocks the KV cache has; of replicas, each."""
+        return self._core.num_blocks
 
     @property
     def unfinished_ids(self) -> list[str]:

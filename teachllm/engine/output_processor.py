@@ -11,8 +11,12 @@ from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler_output import TokenLogprobs
 from teachllm.engine.text.detokenizer import IncrementalDetokenizer, StopMatch
+from teachllm.engine.text.token_texts import TokenTexts
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that is part of a character
+_CONTEXT = 3  # tokens before it that may be other parts
 
 
 @dataclass(slots=True)
@@ -32,6 +36,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self._token_texts = TokenTexts(tokenizer)
         self._children: dict[str, _Child] = {}  # by the scheduler's request id
         self._ids: dict[str, list[str]] = {}  # the user's request id -> the scheduler's
         self._taken: set[str] = set()  # both kinds, of requests that have not ended
@@ -81,18 +86,23 @@ class OutputProcessor:
             output.num_cached_tokens = request.num_cached_tokens or 0
             if update.prompt_logprobs is not None and output.prompt_logprobs is not None:
                 decodes = request.sampling_params.detokenize
-                self._add_prompt_logprobs(output.prompt_logprobs, update.prompt_logprobs, update.start, decodes)
+                self._add_prompt_logprobs(output, output.prompt_logprobs, update.prompt_logprobs, update.start, decodes)
         match = None
         if child.detokenizer is not None and tokens:
             match = child.detokenizer.append(tokens, request.finish_reason is FinishReason.STOP)
             if match is not None:
                 tokens = tokens[: match.num_tokens_used]
             completion.text = child.detokenizer.text
-        completion.token_ids += tokens
         if update.logprobs is not None and completion.logprobs is not None:
+            decodes = request.sampling_params.detokenize
+            before = [*output.prompt_token_ids[-_CONTEXT:], *completion.token_ids[-_CONTEXT:]]
             for entry in update.logprobs[: len(tokens)]:
-                completion.logprobs.append(self._logprobs(entry, request.sampling_params.detokenize))
+                completion.logprobs.append(self._logprobs(entry, before, decodes))
                 completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + entry.logprob
+                before.append(entry.token_id)
+        completion.token_ids += tokens
+        if metrics is not None and (match is not None or request.finish_reason is not None):
+            metrics.num_preemptions += request.num_preemptions
         if match is not None:
             self._end(request.request_id, "stop", match.stop)
         elif request.finish_reason is not None:
@@ -121,18 +131,25 @@ class OutputProcessor:
             self._taken -= {request_id, *self._ids.pop(request_id)}
 
     def _add_prompt_logprobs(
-        self, known: list[dict[int, Logprob] | None], entries: list[TokenLogprobs], start: int, decodes: bool
+        self,
+        output: RequestOutput,
+        known: list[dict[int, Logprob] | None],
+        entries: list[TokenLogprobs],
+        start: int,
+        decodes: bool,
     ) -> None:
         for index, entry in enumerate(entries, start=start + 1):
             if index == len(known):  # a preempted prompt is computed, and scored, a second time
-                known.append(self._logprobs(entry, decodes))
+                before = output.prompt_token_ids[max(index - _CONTEXT, 0) : index]
+                known.append(self._logprobs(entry, before, decodes))
 
-    def _logprobs(self, entry: TokenLogprobs, decodes: bool) -> dict[int, Logprob]:
+    def _logprobs(self, entry: TokenLogprobs, before: list[int], decodes: bool) -> dict[int, Logprob]:
         """By token id: the one at hand first, as vLLM has it, then the most likely ones, best first."""
         found = {entry.token_id: Logprob(entry.logprob, entry.rank)}
         for rank, (token_id, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
             found.setdefault(token_id, Logprob(value, rank))
         if self._tokenizer is not None and decodes:
-            for token_id, logprob in found.items():
-                logprob.decoded_token = self._tokenizer.token_text(token_id)
+            for (token_id, logprob), text in zip(found.items(), self._token_texts(list(found)), strict=True):
+                is_part = _REPLACEMENT in text
+                logprob.decoded_token = self._tokenizer.token_text_after(before, token_id) if is_part else text
         return found

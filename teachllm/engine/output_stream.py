@@ -34,6 +34,7 @@ class OutputStream:
         self._taken: RequestOutput | None = None  # the reader's
         self._new: RequestOutput | None = None  # what it has not taken
         self._told: list[int] = []  # tokens of each completion that are in one of the two
+        self._num_scored = 0  # prompt tokens whose log-probabilities are
         self._error: Exception | None = None
         self.has_ended = False
 
@@ -47,8 +48,11 @@ class OutputStream:
             if self._new is None:
                 self._new = copy(source)
                 self._new.outputs = [CompletionOutput(completion.index) for completion in source.outputs]
+                self._new.prompt_logprobs = None
             self._new.num_cached_tokens = source.num_cached_tokens
-            self._new.prompt_logprobs = None if source.prompt_logprobs is None else list(source.prompt_logprobs)
+            if source.prompt_logprobs is not None and len(source.prompt_logprobs) > self._num_scored:
+                self._new.prompt_logprobs = list(source.prompt_logprobs)
+                self._num_scored = len(source.prompt_logprobs)
             for i, (new, completion) in enumerate(zip(self._new.outputs, source.outputs, strict=True)):
                 _extend(new, completion, self._told[i])
                 self._told[i] = len(completion.token_ids)
@@ -78,7 +82,9 @@ class OutputStream:
         if self._taken is None:
             self._taken = new
             return new
-        self._taken.num_cached_tokens, self._taken.prompt_logprobs = new.num_cached_tokens, new.prompt_logprobs
+        self._taken.num_cached_tokens = new.num_cached_tokens
+        if new.prompt_logprobs is not None:
+            self._taken.prompt_logprobs = new.prompt_logprobs
         for mine, more in zip(self._taken.outputs, new.outputs, strict=True):
             _extend(mine, more, 0)
         return self._taken

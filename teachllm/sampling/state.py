@@ -23,12 +23,14 @@ from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.transfers import to_device
 from teachllm.sampling.validation import check_some_token_allowed
 from teachllm.sampling.verify import Proposals
+from teachllm.sampling_params import SamplingParams
 from teachllm_kernels.sampling.philox import STREAM_SAMPLE
 from teachllm_kernels.sampling.random_sample import sample_triton
 from teachllm_kernels.speculation.rejection import rejection_sample_triton
 
 _SIGN = 1 << 63
 _MOST_SELECTIONS = 64  # batches change from step to step; the last ones are kept
+_MOST_IDS = 1 << 19  # of constraints, in all of them together: 32 bytes each
 
 
 @dataclass(slots=True, frozen=True)
@@ -88,6 +90,10 @@ class SamplingState:
         self._constraints: dict[int, RowConstraints] = {}
         self._num_logprobs: dict[int, int] = {}
         self._selections: dict[tuple[int, ...], Selection] = {}  # by the rows that were asked for
+        self._num_ids = 0  # of their constraints
+        self._last_constraints: (
+            tuple[SamplingParams, tuple[tuple[int, ...], ...], frozenset[int], RowConstraints | None] | None
+        ) = None
 
     def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
         """Writes requests' parameters, each into its row, replacing whatever that held.
@@ -104,7 +110,7 @@ class SamplingState:
     def _open(self, row: int, new_row: NewRow) -> None:
         self.close_row(row)
         params, vocab_size = new_row.sampling_params, self.columns.vocab_size
-        check_some_token_allowed(params, vocab_size, new_row.stop_token_ids, new_row.bad_word_token_ids)
+        constraints = self._constraints_of(new_row)
         top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         temperature = 0.0 if params.greedy else params.temperature  # what is all but 0 is greedy beside others, too
@@ -118,15 +124,23 @@ class SamplingState:
                 self._top_k[row] = top_k
         if penalties != (1.0, 0.0, 0.0):
             self._penalized.add(row)
-        constraints = RowConstraints.of(new_row, self.columns)
         if constraints is not None:
             self._constraints[row] = constraints
         if params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs
 
+    def _constraints_of(self, new_row: NewRow) -> RowConstraints | None:
+        """Return a request's constraints; the completions of one prompt, which come one after another, share them."""
+        params, words, stops = new_row.sampling_params, new_row.bad_word_token_ids, new_row.stop_token_ids
+        known = self._last_constraints
+        if known is None or known[0] is not params or known[1] != words or known[2] != stops:
+            check_some_token_allowed(params, self.columns.vocab_size, stops, words)
+            known = self._last_constraints = params, words, stops, RowConstraints.of(new_row, self.columns)
+        return known[3]
+
     def close_row(self, row: int) -> None:
         """Forgets a row; its numbers stay behind but nothing reads them."""
-        self._selections.clear()
+        self._forget_selections()
         self._random.discard(row)
         self._penalized.discard(row)
         for by_row in (self._top_k, self._constraints, self._num_logprobs):
@@ -232,10 +246,15 @@ class SamplingState:
         """Return which logits rows need what, given the request row of each."""
         key = tuple(rows)
         if key not in self._selections:
-            if len(self._selections) == _MOST_SELECTIONS:
-                self._selections.clear()
-            self._selections[key] = self._selection(rows)
+            if len(self._selections) == _MOST_SELECTIONS or self._num_ids > _MOST_IDS:
+                self._forget_selections()
+            self._selections[key] = selection = self._selection(rows)
+            self._num_ids += 0 if selection.constraints is None else selection.constraints.num_ids
         return self._selections[key]
+
+    def _forget_selections(self) -> None:
+        self._selections.clear()
+        self._num_ids = 0
 
     def _selection(self, rows: list[int]) -> Selection:
         random = [i for i, row in enumerate(rows) if row in self._random]

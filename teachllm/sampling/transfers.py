@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 
-def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def to_device(values: Sequence[Any] | NDArray[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of these numbers, or of rows of them, on the device."""
     host = torch.tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -11,6 +11,14 @@ from collections.abc import Iterable
 
 from teachllm.sampling_params import SamplingParams
 
+# What one request may put on a step, and on the text of its output.
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARACTERS = 16_384  # of all bad words together
+MAX_STOP_STRINGS = 1024
+MAX_STOP_CHARACTERS = 32_768  # of all stop strings together
+MAX_STOP_TOKEN_IDS = 1024
+MAX_CONSTRAINT_IDS = 1 << 18  # allowed ids, biases and ids of bad words, of all `n` completions together
+
 
 def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
     """Checks parameters against a model's vocabulary and the engine's limit.
@@ -20,8 +28,17 @@ def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> 
         max_logprobs: the most log-probabilities per token that the engine hands out; -1 is no limit.
 
     Raises:
-        ValueError: a token id outside the vocabulary, a bias that is not finite, or too many log-probabilities.
+        ValueError: a token id outside the vocabulary, a bias that is not finite, too many log-probabilities, or more of
+            anything than one request may ask for.
     """
+    for name, texts, most, most_characters in (
+        ("stop", params.stop_strings, MAX_STOP_STRINGS, MAX_STOP_CHARACTERS),
+        ("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS),
+    ):
+        _check_size(name, len(texts), most, "strings")
+        _check_size(name, sum(map(len, texts)), most_characters, "characters")
+    _check_size("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+    check_constraint_ids(params, 0)
     check_ids("logit_bias", params.logit_bias or (), vocab_size)
     check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
@@ -38,6 +55,33 @@ def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> 
             raise ValueError(f"{name}={wanted} is more than max_logprobs={max_logprobs}: ask for fewer, or raise it")
         if wanted == -1:
             raise ValueError(f"{name}=-1 asks for the whole vocabulary: ask for fewer, or set max_logprobs=-1")
+
+
+def check_constraint_ids(params: SamplingParams, num_bad_word_ids: int) -> None:
+    """Checks how many ids a step would have to look at for all completions of a request.
+
+    Args:
+        num_bad_word_ids: ids of its bad words, as far as they are known.
+
+    Raises:
+        ValueError: more than `MAX_CONSTRAINT_IDS`; names the parameter that has the most.
+    """
+    sizes = {
+        "allowed_token_ids": len(params.allowed_token_ids or ()),
+        "logit_bias": len(params.logit_bias or ()),
+        "bad_words": num_bad_word_ids,
+    }
+    largest, total = max(sizes, key=lambda name: sizes[name]), params.n * sum(sizes.values())
+    if total > MAX_CONSTRAINT_IDS:
+        raise ValueError(
+            f"{largest}: with n={params.n} a step would look at {total} ids of allowed_token_ids, logit_bias and bad "
+            f"words, and {MAX_CONSTRAINT_IDS} is the most: give fewer, or lower n"
+        )
+
+
+def _check_size(name: str, size: int, most: int, unit: str) -> None:
+    if size > most:
+        raise ValueError(f"{name}: {size} {unit} are more than the {most} that one request may have: give fewer")
 
 
 def check_some_token_allowed(
@@ -70,6 +114,7 @@ def check_some_token_allowed(
 
 def check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Refuses a token id outside the vocabulary; `name` is the parameter it came from."""
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(f"{name}: token id {token_id} is not in the vocabulary (0 to {vocab_size - 1})")
+    ids = list(token_ids)
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise ValueError(f"{name}: token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})")

@@ -116,7 +116,7 @@ def _add_tokenization(router: APIRouter, service: Service) -> None:
 
 def _add_adapters(router: APIRouter, service: Service) -> None:
     async def unbuilt(model: Any, service: Service, http: Request) -> Response:
-        await read_request(http, model, service.options.max_request_bytes)
+        await read_request(http, model, service.max_request_bytes)
         raise ApiError(501, "LoRA is not built yet: serve a checkpoint that the adapter has been merged into")
 
     for path, request in (

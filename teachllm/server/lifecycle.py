@@ -13,26 +13,34 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
 
 from teachllm.config import EngineConfig
 from teachllm.server.app import create_app
 from teachllm.server.http import log
+from teachllm.server.http.connections import PatientProtocol
 from teachllm.server.options import ServerOptions
 from teachllm.server.service import Service
-from teachllm.server.start import start_engine
+from teachllm.server.start import EngineClient, start_engine, start_text_workers
 from teachllm.server.trace_endpoint import TraceHub
+
+if TYPE_CHECKING:
+    from teachllm.engine.processes.text_workers import TextWorkers
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LINGER = 2.0  # seconds in which whoever asks for the health of a dead engine learns of it
 _TURN = 0.001  # seconds after which the event loop, when it is busy, lets the engine's thread pass its news on
+# Seconds until a silent connection is asked whether it is there, between two such questions, and how many of them;
+# milliseconds for which what was sent may stay unacknowledged.
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 120_000}
 _LAST_WORDS = 5  # seconds for answers to reach their clients after everything has been aborted
 logger = logging.getLogger("teachllm.server")
 
@@ -53,7 +61,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
 
         tool_parser(options.tool_call_parser)  # a wrong name is refused now, not by the first request
     lifecycle = _ServerLifecycle(config, options)
-    with contextlib.closing(_listen(options.host, options.port)) as listener:
+    with contextlib.closing(_listen(options)) as listener:
         with asyncio.Runner(loop_factory=lifecycle.server.config.get_loop_factory()) as runner:
             code = runner.run(lifecycle.run(listener))
         if lifecycle.is_loading:  # nothing can interrupt that, and ending under it can crash
@@ -81,11 +89,15 @@ class _ServerLifecycle:
                 log_config=None,
                 log_level=options.uvicorn_log_level,
                 access_log=False,
+                http=PatientProtocol,
                 lifespan="off",
                 ws="none",
                 server_header=False,
                 ssl_keyfile=options.ssl_keyfile,
                 ssl_certfile=options.ssl_certfile,
+                ssl_ca_certs=options.ssl_ca_certs,
+                ssl_cert_reqs=options.ssl_cert_reqs,
+                ssl_ciphers=options.ssl_ciphers,
                 timeout_graceful_shutdown=_LAST_WORDS,
             )
         )
@@ -95,6 +107,7 @@ class _ServerLifecycle:
             raise ValueError(f"--ssl-keyfile and --ssl-certfile: {error}") from error
         self._told_to_end = self._told_again = self._died = asyncio.Event()
         self.is_loading = False
+        self._workers: TextWorkers | None = None
 
     async def run(self, listener: socket.socket) -> int:
         loop = asyncio.get_running_loop()
@@ -102,9 +115,7 @@ class _ServerLifecycle:
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
-        scheme = "https" if self._options.ssl_keyfile else "http"
-        host, port = listener.getsockname()[:2]
-        logger.info("listening", extra={"fields": {"url": f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"}})
+        logger.info("listening", extra={"fields": {"url": self._url(listener)}})
         try:
             if await self._load():
                 await _first_of(self._told_to_end, self._died)
@@ -114,9 +125,18 @@ class _ServerLifecycle:
                 hub.close()
             self.server.should_exit = True
             await serving
+            if self._workers is not None:
+                self._workers.close()
             if self._service.client is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(asyncio.shield(_in_thread(self._service.client.close)), _LAST_WORDS)
+
+    def _url(self, listener: socket.socket) -> str:
+        if self._options.uds is not None:
+            return f"unix:{self._options.uds}"
+        scheme = "https" if self._options.ssl_keyfile else "http"
+        host, port = listener.getsockname()[:2]
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def _load(self) -> bool:
         """Loads the model; False if the server was told to end meanwhile."""
@@ -129,14 +149,18 @@ class _ServerLifecycle:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(self._on_death, error)
 
-        loading = _in_thread(
-            lambda: start_engine(
+        def load() -> EngineClient:
+            self._workers = workers = start_text_workers(self._config)  # they load beside the model
+            client = start_engine(
                 self._config,
                 on_stats=self._service.metrics.on_step,
                 on_end=on_end,
                 trace_sinks=[hub.sink for hub in self._traces],
             )
-        )
+            workers.wait_until_loaded()
+            return client
+
+        loading = _in_thread(load)
         told = asyncio.create_task(self._told_to_end.wait())
         both: set[asyncio.Future[Any]] = {loading, told}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -144,7 +168,7 @@ class _ServerLifecycle:
         if not loading.done():
             return False
         self.is_loading = False
-        self._service.started(loading.result())
+        self._service.started(loading.result(), self._workers)
         seconds = round(time.perf_counter() - began, 2)
         logger.info("ready", extra={"fields": {"model": self._config.model, "seconds": seconds}})
         return True
@@ -214,21 +238,49 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     return future
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(options: ServerOptions) -> socket.socket:
+    listener = None
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = sorted(found, key=lambda each: each[0] != socket.AF_INET)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-            listener.listen()  # who reads that it does may come at once
-        except OSError:
-            listener.close()
-            raise
+        listener = _unix_socket(options.uds) if options.uds is not None else _tcp_socket(options.host, options.port)
+        listener.listen()  # who reads that it does may come at once
     except OSError as error:
+        if listener is not None:
+            listener.close()
         reason = error.strerror or str(error)
-        raise ValueError(f"cannot listen on {host}:{port}: {reason}: choose another --port or --host") from error
+        if options.uds is not None:
+            raise ValueError(f"cannot listen on {options.uds}: {reason}: choose another --uds") from error
+        where = f"{options.host}:{options.port}"
+        raise ValueError(f"cannot listen on {where}: {reason}: choose another --port or --host") from error
+    return listener
+
+
+def _tcp_socket(host: str, port: int) -> socket.socket:
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = sorted(found, key=lambda each: each[0] != socket.AF_INET)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Of all connections: one whose other end has gone without a word is found out, and closed.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _unix_socket(path: str) -> socket.socket:
+    if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+        os.unlink(path)  # of a server that has ended
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 

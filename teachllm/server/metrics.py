@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from teachllm.config import EngineConfig
 from teachllm.engine.observability.stats import StepStats
 from teachllm.outputs import RequestOutput
+from teachllm.sampling_params import SamplingParams
 
 PREFIX = "teachllm:"
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -25,6 +27,8 @@ _LATENCIES = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40
 _FIRST_TOKENS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_SMALL_COUNTS = (0, 1, 2, 5, 10, 20, 50, 100)
+_CACHE_SETTINGS = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "max_model_len")
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -62,12 +66,19 @@ class Metrics:
         self._of_steps = dict.fromkeys(_COUNTERS, 0)
         self._held: list[int] = []  # drafts that were accepted, by their place among a request's
         self._finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self._refused = Counter[tuple[int, str]]()
+        self._cache: dict[str, str] = {}
         self._histograms = {name: Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
         self._between_tokens = self._histograms["inter_token_latency_seconds"]
         self._step_tokens = self._histograms["iteration_tokens_total"]
         self._registry = CollectorRegistry()
         self._registry.register(self)  # type: ignore[arg-type]
         ProcessCollector(registry=self._registry)
+
+    def on_start(self, config: EngineConfig, num_blocks: int) -> None:
+        """The engine is there; its KV cache is told as labels of a gauge that is always 1."""
+        self._cache = {name: str(getattr(config, name)) for name in _CACHE_SETTINGS}
+        self._cache["num_gpu_blocks"] = str(num_blocks)
 
     def on_step(self, stats: StepStats) -> None:
         """Called in the engine's thread."""
@@ -89,6 +100,20 @@ class Metrics:
         """A request's end before its first token."""
         self._finished["error" if failed else "abort"] += num_completions
 
+    def on_refusal(self, status: int, reason: str) -> None:
+        """A request was refused, or failed before its answer began.
+
+        Args:
+            reason: the error's type.
+        """
+        self._refused[status, reason] += 1
+
+    def on_params(self, params: SamplingParams) -> None:
+        """A request was taken."""
+        self._histograms["request_params_n"].observe(params.n)
+        if params.max_tokens is not None:
+            self._histograms["request_params_max_tokens"].observe(params.max_tokens)
+
     def on_end(self, output: RequestOutput, failed: bool = False) -> None:
         """A request's end, be it good or bad."""
         num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
@@ -97,9 +122,11 @@ class Metrics:
         note = {name: histogram.observe for name, histogram in self._histograms.items()}
         note["request_prompt_tokens"](len(output.prompt_token_ids))
         note["request_generation_tokens"](num_tokens)
+        note["request_max_num_generation_tokens"](max(len(completion.token_ids) for completion in output.outputs))
         times = output.metrics
         if times is None:
             return
+        note["request_preemptions"](times.num_preemptions)
         note["e2e_request_latency_seconds"](time.perf_counter() - times.arrival_time)
         scheduled, first, last = times.first_scheduled_time, times.first_token_time, times.last_token_time
         if scheduled is not None:
@@ -127,6 +154,19 @@ class Metrics:
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=labels)
             gauge.add_metric(values, float(getattr(self._last, field, 0)))
             yield gauge
+        waiting = GaugeMetricFamily(
+            PREFIX + "num_requests_waiting_by_reason",
+            "Requests that wait to be admitted, by what the first of them waits for.",
+            labels=[*labels, "reason"],
+        )
+        for reason, count in () if self._last is None else self._last.waiting_reasons:
+            waiting.add_metric([*values, reason], float(count))
+        yield waiting
+        if self._cache:
+            text = "Settings of the KV cache, as labels; always 1."
+            cache = GaugeMetricFamily(PREFIX + "cache_config_info", text, labels=[*labels, *self._cache])
+            cache.add_metric([*values, *self._cache.values()], 1.0)
+            yield cache
         for index, (name, text) in enumerate(_OF_REPLICAS.items()):
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=[*labels, "replica"])
             for replica, counts in enumerate(() if self._last is None else self._last.replicas):
@@ -142,6 +182,14 @@ class Metrics:
         for reason, count in self._finished.items():
             ended.add_metric([*values, reason], float(count))
         yield ended
+        refused = CounterMetricFamily(
+            PREFIX + "requests_refused",
+            "Requests that were answered with an error, by its status and its type.",
+            labels=[*labels, "status", "reason"],
+        )
+        for (status, reason), count in self._refused.items():
+            refused.add_metric([*values, str(status), reason], float(count))
+        yield refused
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by position."
         accepted = CounterMetricFamily(PREFIX + name, text, labels=[*labels, "position"])
         for position, count in enumerate(self._held):
@@ -166,8 +214,8 @@ _OF_REPLICAS = {  # in the order of StepStats.replicas
 _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens that were found there.",
-    "num_preemptions": "Requests that lost their blocks.",
-    "prompt_tokens": "Prompt tokens computed.",
+    "num_preemptions": "How often a request lost its blocks.",
+    "prompt_tokens": "Prompt tokens, cached ones included, of requests that got their first token.",
     "generation_tokens": "Tokens sampled.",
     "spec_decode_num_drafts": "Times that a request's drafts were verified, one or more tokens at once.",
     "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
@@ -187,5 +235,9 @@ _HISTOGRAMS = {
     "request_inference_time_seconds": (_LATENCIES, "From the first scheduling to the last token."),
     "request_prompt_tokens": (_COUNTS, "Prompt tokens of a request."),
     "request_generation_tokens": (_COUNTS, "Tokens that a request generated, of all its completions."),
+    "request_max_num_generation_tokens": (_COUNTS, "Tokens of a request's longest completion."),
+    "request_params_n": (_SMALL_COUNTS, "Completions that a request asked for."),
+    "request_params_max_tokens": (_COUNTS, "Tokens at most of each completion, as a request asked or as it was set."),
+    "request_preemptions": (_SMALL_COUNTS, "How often the completions of a request lost their blocks."),
     "iteration_tokens_total": (_STEP_TOKENS, "Tokens computed in a step."),
 }

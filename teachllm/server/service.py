@@ -13,16 +13,19 @@ from hashlib import sha256
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
-from teachllm.server.http.errors import ApiError
+from teachllm.server.http.errors import ApiError, refused_as
 from teachllm.server.metrics import Metrics
 from teachllm.server.options import ServerOptions
 from teachllm.server.start import EngineClient
+from teachllm.server.text_service import TextService, Workers
 
 if TYPE_CHECKING:
     from teachllm.engine.text.tokenizer import Tokenizer
     from teachllm.server.openai.generation import Generation
     from teachllm.server.trace_endpoint import TraceHub
 
+_LEAST_MAX_BYTES = 1 << 20
+_BYTES_PER_TOKEN = 64  # of a body; a token has 4 or so, in JSON's escapes 6 for each of its characters
 Status = Literal["starting", "healthy", "stopping", "dead"]
 _WHY = {
     "starting": "the model is still loading: try again in a moment",
@@ -55,13 +58,21 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         self._client: EngineClient | None = None
+        self._text: TextService | None = None
         self._keys = [sha256(key.encode()).digest() for key in options.api_keys]
         self._numbers = count(1)
 
     # -- health --------------------------------------------------------------------------------------------
 
-    def started(self, client: EngineClient) -> None:
-        self._client = client
+    def started(self, client: EngineClient, workers: Workers | None = None) -> None:
+        """The engine is there.
+
+        Args:
+            workers: for strangers' texts; None: threads of this process work on them.
+        """
+        assert client.tokenizer is not None  # serve.py sees to it
+        self._client, self._text = client, TextService(client.tokenizer, workers)
+        self.metrics.on_start(client.config, client.num_blocks)
         if self.status == "starting":
             self.status = "healthy"
 
@@ -92,12 +103,37 @@ class Service:
     @property
     def tokenizer(self) -> Tokenizer:
         tokenizer = self.engine.tokenizer
-        assert tokenizer is not None  # serve.py sees to it
+        assert tokenizer is not None
         return tokenizer
+
+    @property
+    def text(self) -> TextService:
+        """What turns texts into token ids. Raises as `engine`."""
+        self.engine  # noqa: B018 - is it ready for work?
+        assert self._text is not None
+        return self._text
 
     @property
     def max_model_len(self) -> int:
         return self.engine.config.max_model_len or 0
+
+    # -- what one request may be ---------------------------------------------------------------------------
+
+    @property
+    def max_request_bytes(self) -> int:
+        """Return how long a request's body may be: a request that fits into the context is shorter."""
+        given, client = self.options.max_request_bytes, self._client
+        max_model_len = 0 if client is None else client.config.max_model_len or 0
+        return max(_LEAST_MAX_BYTES, _BYTES_PER_TOKEN * max_model_len) if given is None else given
+
+    def check_text(self, text: str, param: str) -> None:
+        """Refuse a text that cannot fit into the context, before anything looks at it.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        with refused_as(param):
+            self.tokenizer.check_length(f"the {param}", text, self.max_model_len)
 
     # -- who may come in -----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from teachllm.engine.processes.text_workers import TextWorkers
     from teachllm.engine.text.tokenizer import Tokenizer
 
 
@@ -25,6 +26,8 @@ class EngineClient(Protocol):
     def generation_defaults(self) -> dict[str, Any]: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
     async def submit(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]: ...
@@ -53,6 +56,17 @@ def start_engine(
     from teachllm.engine.async_llm import AsyncLLM
 
     return AsyncLLM.start(config, own_process=True, on_stats=on_stats, on_end=on_end, trace_sink=trace_sinks)
+
+
+def start_text_workers(config: EngineConfig) -> TextWorkers:
+    """Starts the processes that work on strangers' texts; returns while they load.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    from teachllm.engine.processes.text_workers import TextWorkers as Workers
+
+    return Workers.start(config)
 
 
 def has_died(error: Exception) -> bool:

@@ -70,7 +70,7 @@ def test_the_result_has_every_field_and_the_table_every_figure(run) -> None:
 
 def test_speeds_are_compared_on_a_card_of_the_same_name(capsys) -> None:
     peers = {"ceilings": asdict(CEILINGS), "models": {"m": {"single": {"ttft_ms": {"vllm": 6.0, "limit": 1.5}}}}}
-    load_script("h200_table").print_table(
+    load_script("h200_parts/h200_table").print_table(
         {"m": {"single": {"ttft_ms": 3.0}}}, {"m": {"single": {"ttft_ms": 1.0}}}, peers, asdict(CEILINGS)
     )
     shown = " ".join(capsys.readouterr().out.split())

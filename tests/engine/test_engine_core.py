@@ -238,7 +238,8 @@ def test_the_core_alone_takes_ids_and_gives_ids() -> None:
     engine = make_engine(async_scheduling=True)
     core, params = engine.core, SamplingParams(temperature=0, max_tokens=5)
     assert isinstance(core, EngineCore) and not core.has_unfinished and core.step() == []
-    _, _, [request] = engine.inputs.requests("a", random_ids(9), params, priority=0, cache_salt=None, arrival_time=0.0)
+    prepared = engine.inputs.prepare(random_ids(9), params)
+    [request] = engine.inputs.requests("a", prepared, priority=0, arrival_time=0.0)
     core.add(request)
     sampled = []
     num_steps = 0

@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import uvicorn
 
 from teachllm.config import EngineConfig
+from teachllm.engine.text.text_jobs import run_text_job
 from teachllm.outputs import CompletionOutput, RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.server.app import create_app
@@ -31,7 +33,7 @@ class FakeEngineClient:
         self.words = words or ["one", " two", " three"]
         self.tokenizer: Any = FakeTokenizer()
         self.generation_defaults: dict[str, Any] = {}
-        self.vocab_size = 100
+        self.vocab_size, self.num_blocks = 100, 10
         self.go = asyncio.Event()
         self.go.set()
         self.fails_with: Exception | None = None
@@ -90,6 +92,8 @@ class FakeEngineClient:
 class FakeTokenizer:
     """A word is a token."""
 
+    special_ids: frozenset[int] = frozenset()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [len(word) % 100 for word in text.split()]
 
@@ -99,8 +103,31 @@ class FakeTokenizer:
     def token_text(self, token_id: int) -> str:
         return f"w{token_id}"
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        return [self.encode(str(message["content"]))[0] for message in messages]
+    def check_length(self, name: str, text: str, max_num_tokens: int) -> None:
+        """Refuse nothing: a word may have any length."""
+
+    def render_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return " ".join(str(message["content"]).split()[0] for message in messages)
+
+    def token_text_after(self, before: list[int], token_id: int) -> str:
+        return self.token_text(token_id)
+
+    def encode_rendered(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self.encode(text)
+
+
+class FakeWorkers:
+    """Processes for texts, which are this one."""
+
+    def wait_until_loaded(self) -> None:
+        """It is."""
+
+    async def run(self, name: str, arguments: bytes) -> Any:
+        tokenizer: Any = FakeTokenizer()
+        return run_text_job(tokenizer, name, msgspec.msgpack.decode(arguments))
+
+    def close(self) -> None:
+        """Nothing is left."""
 
 
 class _Uvicorn(uvicorn.Server):

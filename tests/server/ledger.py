@@ -28,7 +28,7 @@ def read_page(text: str) -> Page:
             if name == "request_success_total":
                 page[f"ended_{sample.labels['finished_reason']}"] = sample.value
             elif "le" not in sample.labels:
-                page[name] = sample.value
+                page[name] = page.get(name, 0.0) + sample.value
     return page
 
 
@@ -50,7 +50,7 @@ def check(before: Page, after: Page, log: Sequence[dict[str, Any]], all_seen: Se
         Violation: the first sum that is wrong.
     """
     lines = _check_log(log, all_seen)
-    grown = {name: value - before[name] for name, value in after.items()}
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     run = [seen for seen in all_seen if seen.ask.num_completions and lines[seen.name]["status"] == 200]
     _check_ends(grown, run, lines)
     _check_tokens(grown, run, lines)

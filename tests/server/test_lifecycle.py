@@ -6,10 +6,13 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,9 +20,10 @@ import pytest
 
 from teachllm.config import EngineConfig
 from teachllm.server import lifecycle
+from teachllm.server.http import connections
 from teachllm.server.options import ServerOptions
 from tests.clients import http_client
-from tests.server.fake_engine import FakeEngineClient, chunks, error_of
+from tests.server.fake_engine import FakeEngineClient, FakeWorkers, chunks, error_of
 from tests.waiting import HANG_SECONDS, wait_for
 
 PATH = "/v1/completions"
@@ -54,6 +58,7 @@ class Life:
         self.left_with: int | None = None
         self._started = threading.Event()
         monkeypatch.setattr(lifecycle, "start_engine", self._start)
+        monkeypatch.setattr(lifecycle, "start_text_workers", lambda config: FakeWorkers())
         monkeypatch.setattr(lifecycle, "_leave_at_once", lambda code: setattr(self, "left_with", code))
         monkeypatch.setattr(lifecycle, "_LINGER", 0.0)
         monkeypatch.setattr(lifecycle, "_LAST_WORDS", int(HANG_SECONDS))
@@ -222,3 +227,36 @@ def test_an_address_that_is_taken_is_refused_by_name(make: Callable[..., Life]) 
     life = make(host="192.0.2.1")  # of no machine
     with pytest.raises(ValueError, match=r"cannot listen on 192\.0\.2\.1:0: .*: choose another --port or --host"):
         lifecycle.serve(EngineConfig(model="m"), life.options)
+
+
+def test_a_server_on_a_unix_socket_takes_any_host_and_closes_silent_connections(
+    make: Callable[..., Life], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(connections, "PATIENCE", 0.05)
+    path = tmp_path / "server.sock"
+    life = make(uds=str(path))
+    life.loads.set()
+
+    def client() -> None:
+        assert life.fields("listening")["url"] == f"unix:{path}"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://any.example") as http:
+            life.fields("ready")
+            assert http.get("/health").json() == {"status": "healthy"}
+        for begun in (b"", b"GET /health HTTP/1.1\r\nHost: x"):
+            with socket.socket(socket.AF_UNIX) as silent:
+                silent.settimeout(HANG_SECONDS)
+                silent.connect(str(path))
+                silent.sendall(begun)
+                assert silent.recv(1) == b""  # it is closed
+        tell(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        used = pool.submit(client)
+        assert lifecycle.serve(EngineConfig(model="m"), life.options) == 0
+        used.result(HANG_SECONDS)
+    with closing(lifecycle._listen(life.options)):  # what a server has left behind is in nobody's way
+        assert path.is_socket()
+    path.unlink()
+    path.touch()
+    with pytest.raises(ValueError, match="choose another --uds"):
+        lifecycle._listen(life.options)

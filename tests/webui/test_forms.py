@@ -81,11 +81,59 @@ def test_nobody_but_the_page_itself_talks_to_the_server(host: str, headers: dict
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+    scope = {
+        "type": "http",
+        "path": "/",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
     coroutine = Guard(app, host)(scope, None, send)
     with pytest.raises(StopIteration):
         coroutine.send(None)  # it waits for nothing
     assert bool(entered) is may and [m.get("status") for m in sent] == ([] if may else [403, None])
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "cookie", "status", "is_told"),
+    [
+        ("/", "", "", 401, False),
+        ("/", "token=wrong", "", 401, False),
+        ("/", "token=secret", "", 200, True),
+        ("/x", "", "teachllm_token=secret", 200, False),
+        ("/x", "", "teachllm_token=wrong", 401, False),
+        ("/gradio_api/startup-events", "", "", 200, False),
+        ("/gradio_api/upload", "token=secret", "teachllm_token=secret", 403, False),
+    ],
+)
+def test_where_others_can_reach_the_page_they_need_its_token(
+    path: str, query: str, cookie: str, status: int, is_told: bool
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"machine:7860"), (b"cookie", cookie.encode())]
+    scope = {"type": "http", "path": path, "query_string": query.encode(), "headers": headers}
+    with pytest.raises(StopIteration):
+        Guard(app, "0.0.0.0", "secret")(scope, None, send).send(None)
+    assert sent[0]["status"] == status
+    assert any(name == b"set-cookie" and b"secret" in value for name, value in sent[0]["headers"]) is is_told
+
+
+def test_files_are_taken_from_nobody() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"127.0.0.1:7860")]
+    for path in ("/upload", "/gradio_api/upload", "/gradio_api/upload/", "/gradio_api/upload_progress"):
+        with pytest.raises(StopIteration):
+            Guard(send, "127.0.0.1")({"type": "http", "path": path, "headers": headers}, None, send).send(None)
+    assert [message["status"] for message in sent[::2]] == [403] * 4
 
 
 def test_replicas_are_refused_before_anything_is_loaded() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 from teachllm_webui.export import assets, plotly_script
 from teachllm_webui.forms import changes_of, request_of, what_if_of
-from teachllm_webui.guard import EVERYWHERE, Guard
+from teachllm_webui.guard import EVERYWHERE, LOOPBACK, Guard
 from teachllm_webui.presets import PRESETS, preset
 from teachllm_webui.session import LiveSession
 from teachllm_webui.timeline import Seen
@@ -41,10 +42,12 @@ class Page:
     Attributes:
         url: its address.
         close: ends it.
+        is_open: other machines can reach it, and `url` holds a token.
     """
 
     url: str
     close: Callable[[], None]
+    is_open: bool = False
 
 
 def server_functions(session: LiveSession) -> list[Callable[..., Any]]:
@@ -142,6 +145,7 @@ def launch(session: LiveSession, host: str = "127.0.0.1", port: int | None = Non
     from starlette.middleware import Middleware
 
     blocks = build(session)
+    token = None if host in LOOPBACK else secrets.token_urlsafe()
     style = assets().style + (LIVE_VIEW / "live.css").read_text(encoding="utf-8")
     _, url, _ = blocks.launch(
         server_name=host,
@@ -154,14 +158,14 @@ def launch(session: LiveSession, host: str = "127.0.0.1", port: int | None = Non
         max_threads=MAX_TABS,
         footer_links=[],
         head=f'<link rel="icon" href="data:,"><style>{style}</style>',
-        app_kwargs={"middleware": [Middleware(Guard, host=host)]},
+        app_kwargs={"middleware": [Middleware(Guard, host=host, token=token)]},
     )
 
     def close() -> None:
         session.close()
         blocks.close(verbose=False)
 
-    return Page(url, close)
+    return Page(url if token is None else f"{url}?token={token}", close, is_open=token is not None)
 
 
 def _free_port(host: str, port: int) -> int:

@@ -75,7 +75,7 @@ def run_batch(
         "enable_auto_tool_choice": enable_auto_tool_choice,
         "tool_call_parser": tool_call_parser,
     }
-    with _open_input(input_file) as source:
+    with _open_input(input_file) as source, _locked(output_file):
         goes_on = _check_output(output_file, input_file) and not overwrite
         plan = make_plan(source, take_up(Path(output_file)) if goes_on else frozenset())
         with _open_output(output_file, goes_on) as output:
@@ -133,6 +133,15 @@ def _say(plan: BatchPlan, totals: Totals, seconds: float) -> None:
 def _open_input(name: str) -> BinaryIO:
     """It can be read again from anywhere."""
     return io.BytesIO(sys.stdin.buffer.read()) if name == "-" else Path(name).open("rb")
+
+
+def _locked(name: str) -> contextlib.AbstractContextManager[None]:
+    from teachllm.server.openai.batches.batch_file import locked
+
+    if name == "-":
+        return contextlib.nullcontext()
+    check_folder("--output-file", Path(name))
+    return locked(Path(name))
 
 
 def _check_output(name: str, input_name: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from teachllm.config import EngineConfig
-from teachllm_cli.options.engine_options import engine_command
+from teachllm_cli.options.engine_options import engine_command, read_object
 from teachllm_cli.options.serving_options import (
     API,
     TOOLS,
@@ -38,6 +38,18 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="The port; 0 picks a free one.", rich_help_panel=_HTTP)
     ] = 8000,
+    uds: Annotated[
+        str | None,
+        typer.Option(help="A Unix socket to listen on, in place of host and port.", rich_help_panel=_HTTP),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Names by which clients may call this server, beside this machine's own; * is any. On another --host "
+            "than this machine's any is taken unless there are some. May be given several times.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -46,7 +58,13 @@ def serve(
             rich_help_panel=_HTTP,
         ),
     ] = None,
-    max_request_bytes: Annotated[int, typer.Option(help="Of a request's body.", rich_help_panel=_HTTP)] = 16 << 20,
+    max_request_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Of a request's body. Default: 1 MiB, or 64 for each token of the model's context if that is more.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
     max_queued_requests: Annotated[
         int,
         typer.Option(
@@ -62,6 +80,21 @@ def serve(
     ] = "",
     ssl_keyfile: Annotated[str | None, typer.Option(help="TLS: the key.", rich_help_panel=_HTTP)] = None,
     ssl_certfile: Annotated[str | None, typer.Option(help="TLS: the certificate.", rich_help_panel=_HTTP)] = None,
+    ssl_ca_certs: Annotated[
+        str | None, typer.Option(help="TLS: certificates that vouch for clients.", rich_help_panel=_HTTP)
+    ] = None,
+    ssl_cert_reqs: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=2,
+            help="TLS: a client's certificate is 0 not wanted, 1 optional, 2 needed.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = 0,
+    ssl_ciphers: Annotated[
+        str | None, typer.Option(help="TLS: the ciphers, as OpenSSL lists them.", rich_help_panel=_HTTP)
+    ] = None,
     uvicorn_log_level: Annotated[
         str,
         typer.Option(help="debug, info, warning, error, critical or trace.", rich_help_panel=_HTTP),
@@ -70,6 +103,18 @@ def serve(
     log_requests: Annotated[
         bool, typer.Option("--log-requests/--no-log-requests", help="A line for each request.", rich_help_panel=_HTTP)
     ] = True,
+    disable_log_requests: Annotated[
+        bool,
+        typer.Option("--disable-log-requests", help="The same as --no-log-requests.", rich_help_panel=_HTTP),
+    ] = False,
+    enable_request_id_headers: Annotated[
+        bool,
+        typer.Option(
+            "--enable-request-id-headers",
+            help="Answers have an X-Request-Id: they always do, and vLLM's flag is taken.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = False,
     served_model_name: ServedModelName = None,
     trace_endpoint: Annotated[
         bool, typer.Option("--trace-endpoint", help="GET /trace: what the engine does, live.", rich_help_panel=API)
@@ -83,12 +128,28 @@ def serve(
             rich_help_panel=API,
         ),
     ] = False,
+    enable_force_include_usage: Annotated[
+        bool,
+        typer.Option(
+            "--enable-force-include-usage",
+            help="Every stream ends with the usage, asked for or not.",
+            rich_help_panel=API,
+        ),
+    ] = False,
     chat_template: ChatTemplate = None,
+    default_chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            help="Variables of the template, unless a request gives its own: '{\"enable_thinking\": false}'.",
+            metavar="JSON",
+            rich_help_panel=TOOLS,
+        ),
+    ] = None,
     trust_request_chat_template: Annotated[
         bool,
         typer.Option(
             "--trust-request-chat-template",
-            help="A request may bring its own template: code that nothing limits in time.",
+            help="A request may bring its own template: a stranger's program, within limits of time and memory.",
             rich_help_panel=TOOLS,
         ),
     ] = False,
@@ -118,10 +179,16 @@ def serve(
     options = ServerOptions(
         host=host,
         port=port,
+        uds=uds,
+        allowed_hosts=tuple(allowed_hosts or ()),
         api_keys=tuple(api_key or ()),
         served_model_names=tuple(served_model_name or ()),
         chat_template=read_template(chat_template),
+        default_chat_template_kwargs=read_object(
+            "default-chat-template-kwargs", default_chat_template_kwargs or "{}", '{"enable_thinking": false}'
+        ),
         trust_request_chat_template=trust_request_chat_template,
+        force_include_usage=enable_force_include_usage,
         enable_auto_tool_choice=enable_auto_tool_choice,
         tool_call_parser=tool_call_parser,
         max_queued_requests=max_queued_requests,
@@ -136,9 +203,12 @@ def serve(
         root_path=root_path,
         ssl_keyfile=ssl_keyfile,
         ssl_certfile=ssl_certfile,
+        ssl_ca_certs=ssl_ca_certs,
+        ssl_cert_reqs=ssl_cert_reqs,
+        ssl_ciphers=ssl_ciphers,
         uvicorn_log_level=uvicorn_log_level,
         log_format=log_format,
-        log_requests=log_requests,
+        log_requests=log_requests and not disable_log_requests,
     )
     raise typer.Exit(run(engine, options))
 

@@ -59,6 +59,12 @@ def viz(
     elif replay is None and attach is None:
         session.start(engine)
     try:
+        if page.is_open:
+            notes().print(
+                "other machines can reach this page: whoever has its whole address can use it, and see what you ask",
+                markup=False,
+                soft_wrap=True,
+            )
         notes().print(f"teachllm viz: {page.url} (Ctrl-C ends it)", markup=False, soft_wrap=True)
         if browser:
             webbrowser.open(page.url)

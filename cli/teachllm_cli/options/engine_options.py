@@ -91,20 +91,29 @@ def _flags() -> Iterator[inspect.Parameter]:
 
 
 def _read(name: str, given: Any) -> Any:
-    """Return what a flag's text stands for.
-
-    Raises:
-        ValueError: it should be a JSON object, and is none.
-    """
+    """Return what a flag's text stands for. Raises as `read_object`."""
     if name not in _OBJECTS or given is None:
         return given
-    advice = f"write it like --{name.replace('_', '-')} '{_OBJECTS[name]}', in single quotes"
+    return read_object(name.replace("_", "-"), given, _OBJECTS[name])
+
+
+def read_object(name: str, given: str, example: str) -> dict[str, Any]:
+    """Return the JSON object that a flag's text is.
+
+    Args:
+        name: of the flag, without its dashes.
+        example: of such a text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    advice = f"write it like --{name} '{example}', in single quotes"
     try:
         value = json.loads(given)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--{name.replace('_', '-')} {given!r} is not JSON ({error}): {advice}") from error
+        raise ValueError(f"--{name} {given!r} is not JSON ({error}): {advice}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"--{name.replace('_', '-')} {given!r} is JSON, but no object: {advice}")
+        raise ValueError(f"--{name} {given!r} is JSON, but no object: {advice}")
     return value
 
 

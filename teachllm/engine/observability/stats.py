@@ -9,7 +9,7 @@ from itertools import accumulate, zip_longest
 from typing import Any
 
 from teachllm.core.in_flight import RequestUpdate
-from teachllm.core.request import Request
+from teachllm.core.request import Request, WaitReason
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import SchedulerOutput
 
@@ -31,6 +31,8 @@ class StepStats:
         num_draft_tokens, num_accepted_tokens: drafted tokens that were verified, and those of them that held.
         num_accepted_tokens_per_pos: how often the first draft held, the first two, and so on.
         replicas: requests that run and that wait, for each replica where there are several.
+        waiting_reasons: (name of a `WaitReason`, in small letters, how many wait for it): what the first of the queue
+            waits for, and how many are behind it.
     """
 
     num_running: int
@@ -48,6 +50,7 @@ class StepStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     replicas: tuple[tuple[int, int], ...] = ()
+    waiting_reasons: tuple[tuple[str, int], ...] = ()
 
     def then(self, later: StepStats) -> StepStats:
         """Both as one."""
@@ -70,6 +73,7 @@ def together(replicas: Sequence[StepStats]) -> StepStats:
         num_waiting=sum(each.num_waiting for each in replicas),
         kv_cache_usage=sum(each.kv_cache_usage for each in replicas) / len(replicas),
         replicas=tuple((each.num_running, each.num_waiting) for each in replicas),
+        waiting_reasons=tuple(sum((Counter(dict(each.waiting_reasons)) for each in replicas), Counter()).items()),
         **_sums(replicas),
     )
 
@@ -88,6 +92,15 @@ def _sums(parts: Sequence[StepStats]) -> dict[str, Any]:
     return counts | {"num_accepted_tokens_per_pos": tuple(map(sum, per_pos))}
 
 
+def _waiting_reasons(scheduler: Scheduler) -> tuple[tuple[str, int], ...]:
+    head = scheduler.waiting.head
+    if head is None or head.wait is None:
+        return ()
+    reasons = Counter({head.wait.reason.name.lower(): 1})
+    reasons[WaitReason.BEHIND_HEAD.name.lower()] += len(scheduler.waiting) - 1
+    return tuple(reasons.items())
+
+
 class StepCounter:
     """Counts between two `StepStats`."""
 
@@ -100,9 +113,9 @@ class StepCounter:
         self._num_samplings = self._num_draft_tokens = 0
         self._num_with = Counter[int]()  # by the number of drafts that held: verifications
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: Request, was_looked_up: bool) -> None:
         """It has been scheduled for the first time."""
-        self._queries += request.num_prompt_tokens
+        self._queries += request.num_prompt_tokens if was_looked_up else 0
         self._hits += request.num_cached_tokens or 0
 
     def step(self, plan: SchedulerOutput, updates: list[RequestUpdate]) -> None:
@@ -137,6 +150,7 @@ class StepCounter:
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens=sum(per_pos),
             num_accepted_tokens_per_pos=tuple(per_pos),
+            waiting_reasons=_waiting_reasons(scheduler),
         )
         self._num_preemptions = scheduler.num_preemptions
         self._reset()

@@ -2,18 +2,20 @@
 
 A trace holds what users wrote, so only its owner may read it. A thread of its own writes what has come every
 INTERVAL: a step waits for no disk, nor does it wake a thread. A trace can be watched while it grows, and one that ends
-in the middle is whole up to there.
+in the middle is whole up to there. Where the disk is full, the trace ends with a warning, and the engine goes on.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import stat
 import threading
 from collections import deque
 
 INTERVAL = 0.05  # seconds
+log = logging.getLogger(__name__)
 
 
 class TraceFile:
@@ -23,7 +25,7 @@ class TraceFile:
         path: the file, made or written over. An engine that does not come to its first line leaves the old one.
 
     Raises:
-        ValueError: it cannot be opened. OSError where a line before could not be written, from the next call on.
+        ValueError: it cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -35,26 +37,23 @@ class TraceFile:
         self._is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         if self._is_regular:
             os.fchmod(descriptor, 0o600)  # also of a file that was there
+        self._path = path
         self._lines: deque[str] = deque()
         self._closed = threading.Event()
-        self._error: OSError | None = None
+        self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # of an engine that is never closed
 
     def __call__(self, line: str) -> None:
-        if self._error is not None:
-            raise self._error
-        self._lines.append(line)
+        if not self._has_failed:
+            self._lines.append(line)
 
     def close(self) -> None:
         """Waits until all lines are written."""
         atexit.unregister(self.close)
         self._closed.set()
         self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
     def _run(self) -> None:
         lines = self._lines
@@ -69,4 +68,6 @@ class TraceFile:
                         file.write(f"{lines.popleft()}\n".encode())
                     file.flush()
         except OSError as error:
-            self._error = error
+            self._has_failed = True
+            lines.clear()
+            log.warning("the trace ends here: %s cannot be written: %s", self._path, error.strerror or error)

@@ -81,6 +81,8 @@ class CoreClient:
         self._requests: dict[int, tuple[Request, int]] = {}  # unfinished ones, and the replica that has them
         self._numbers: dict[str, int] = {}
         self._num_requests = 0
+        self._last: Request | None = None  # that was added
+        self._checked: SamplingParams | None = None  # parameters that can be passed on
         self._balance = Balance(num_replicas, choose_replica)
         self._stats = [NOTHING] * num_replicas
         self._has_news = self._is_closed = False
@@ -109,7 +111,7 @@ class CoreClient:
             link.connected()
         self.config = replace(ready[0].config, trace_path=config.trace_path)
         self.model_config = ready[0].model_config
-        self._num_blocks = min(each.num_blocks for each in ready)  # who fits into one replica fits into any
+        self.num_blocks = min(each.num_blocks for each in ready)  # who fits into one replica fits into any
 
     def _start(self, config: EngineConfig) -> None:
         """Start the processes, and pass what replicas that share experts need to meet and to keep step."""
@@ -161,13 +163,18 @@ class CoreClient:
         """
         self._refuse_elsewhere()
         assert self.config.max_model_len is not None
-        request.max_len = request.longest(self.config.max_model_len, self.config.block_size, self._num_blocks)
-        params = replace(request.sampling_params, seed=None)  # a number of any size; its bits follow
+        request.max_len = request.longest(self.config.max_model_len, self.config.block_size, self.num_blocks)
+        last, params = self._last, None
+        has_sibling = last is not None and request.group is not None and request.group == last.group
+        if last is None or not has_sibling or request.sampling_params is not last.sampling_params:
+            params = request.sampling_params
+            if params.seed is not None:  # a number of any size; its bits follow
+                params = replace(params, seed=None)
         self._num_requests += 1
         message = Add(
             self._num_requests,
             request.request_id,
-            request.token_ids.tobytes(),
+            None if has_sibling else request.token_ids.tobytes(),
             params,
             request.arrival_time,
             request.priority,
@@ -175,16 +182,19 @@ class CoreClient:
             request.group,
             request.child_index,
             request.seed % 2**64,
-            request.bad_word_token_ids,
+            None if has_sibling else request.bad_word_token_ids,
             request.eos_token_ids,
         )
         try:
-            msgspec.msgpack.decode(encode(params), type=SamplingParams)  # of the types that the core will insist on
+            if params is not None and params is not self._checked:  # of the types that the core will insist on
+                msgspec.msgpack.decode(encode(params), type=SamplingParams)
+                self._checked = params
             packed = msgspec.Raw(encode(message))
         except (TypeError, OverflowError, msgspec.ValidationError) as error:
             raise ValueError(f"a parameter cannot be passed on: {error}") from error
         replica = self._balance.choose(request.group)
         self._links[replica].say(packed)
+        self._last = request
         self._requests[message.number] = request, replica
         self._numbers[request.request_id] = message.number
 
@@ -226,6 +236,7 @@ class CoreClient:
     def _update(self, update: Update) -> RequestUpdate:
         request, replica = self._requests[update.number]
         request.num_cached_tokens, request.first_scheduled_time = update.num_cached_tokens, update.first_scheduled_time
+        request.num_preemptions = update.num_preemptions
         if update.finish_reason is not None:
             request.finish_reason, request.stop_reason = FinishReason(update.finish_reason), update.stop_reason
             del self._requests[update.number], self._numbers[request.request_id]

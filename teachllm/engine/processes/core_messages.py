@@ -45,19 +45,23 @@ class Start(Message, frozen=True):
 
 
 class Add(Message, frozen=True):
-    """Queue a request. `prompt` holds its ids, 8 bytes each in the machine's order; the rest as in `Request`."""
+    """Queue a request. `prompt` holds its ids, 8 bytes each in the machine's order; the rest as in `Request`.
+
+    What may be long is None where it is that of the request before, another completion of the same prompt: they share
+    it on either side.
+    """
 
     number: int
     request_id: str
-    prompt: bytes
-    sampling_params: SamplingParams
+    prompt: bytes | None
+    sampling_params: SamplingParams | None
     arrival_time: float
     priority: int
     cache_keys: tuple[str, ...]
     group: str | None
     child_index: int
     seed: int
-    bad_word_token_ids: tuple[tuple[int, ...], ...]
+    bad_word_token_ids: tuple[tuple[int, ...], ...] | None
     eos_token_ids: frozenset[int]
 
 
@@ -111,6 +115,7 @@ class Update(msgspec.Struct, array_like=True, frozen=True):
     num_accepted: int
     start: int
     num_cached_tokens: int
+    num_preemptions: int
     first_scheduled_time: float | None
     finish_reason: str | None
     stop_reason: str | int | None

@@ -50,11 +50,13 @@ from teachllm.engine.processes.core_messages import (
 )
 from teachllm.engine.replicas.replica import replica_config, take_share_of_threads
 from teachllm.models.model_config import ModelConfig
+from teachllm.sampling_params import SamplingParams
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.child import end_with_the_parent, leave_signals_to_the_parent
 from teachllm.worker.processes.multiprocess import Peers
 
 log = logging.getLogger(__name__)
+_MOST_BETWEEN_STEPS = 64  # messages: whoever has many to say keeps no step waiting
 _MAX_FAILURES = 5  # a GPU that has gone wrong stays so
 
 
@@ -127,6 +129,9 @@ class CoreProcess:
         self._requests: dict[int, Request] = {}  # unfinished ones, by the client's numbers
         self._numbers: dict[str, int] = {}  # the other way round, by the ids the core knows them by
         self._num_failures = 0  # in a row
+        self._prompt: array[int]  # of the request that came last, and what else the next one may share with it
+        self._params: SamplingParams
+        self._bad_words: tuple[tuple[int, ...], ...]
         self._sources = zmq.Poller()  # of what there is to do while there is no step
         self._sources.register(socket, zmq.POLLIN)
         if core.executor.sentinel is not None:
@@ -148,18 +153,28 @@ class CoreProcess:
             if self._lockstep is not None and self._lockstep.hears in ready and not self._lockstep.hear():
                 self._sources.unregister(self._lockstep.hears)  # all others have gone, as the client will notice
             if self._socket in ready:
-                for message in decode_to_core(self._socket.recv()):
-                    if not isinstance(message, Close):
-                        self._safely(partial(self._obey, message))
-                    elif self._lockstep is None:
-                        return
-                    else:
-                        self._leave(self._lockstep)
+                if self._obey_some():
+                    return
                 has_news = True
             elif self._core.executor.sentinel in ready:  # it has died, as it says to whoever wants something
                 self._safely(partial(self._core.executor.execute, SchedulerOutput(0)))
-            elif self._has_steps:
+                continue
+            if self._has_steps:
                 self._safely(self._step)
+
+    def _obey_some(self) -> bool:
+        """Do what has been said, as far as a step may wait for it; return whether the process is to end."""
+        num_obeyed = 0
+        while num_obeyed < _MOST_BETWEEN_STEPS and self._socket.poll(0):
+            for message in decode_to_core(self._socket.recv()):
+                num_obeyed += 1
+                if not isinstance(message, Close):
+                    self._safely(partial(self._obey, message))
+                elif self._lockstep is None:
+                    return True
+                else:
+                    self._leave(self._lockstep)
+        return False
 
     def _safely(self, act: Callable[[], None]) -> None:
         """A failure ends all requests here, as the request it belongs to is not known, and is told once. Many in a row
@@ -198,12 +213,17 @@ class CoreProcess:
                 self._core.reset_prefix_cache()
 
     def _request(self, add: Add) -> Request:
-        prompt = array("q")
-        prompt.frombytes(add.prompt)
+        if add.prompt is not None:
+            self._prompt = array("q")
+            self._prompt.frombytes(add.prompt)
+        if add.sampling_params is not None:
+            self._params = add.sampling_params
+        if add.bad_word_token_ids is not None:
+            self._bad_words = add.bad_word_token_ids
         return Request(
             request_id=add.request_id,
-            prompt_token_ids=prompt,
-            sampling_params=add.sampling_params,
+            prompt_token_ids=self._prompt,
+            sampling_params=self._params,
             eos_token_ids=add.eos_token_ids,
             arrival_time=add.arrival_time,
             priority=add.priority,
@@ -211,7 +231,7 @@ class CoreProcess:
             group=add.group,
             child_index=add.child_index,
             seed=add.seed,
-            bad_word_token_ids=add.bad_word_token_ids,
+            bad_word_token_ids=self._bad_words,
         )
 
     @property
@@ -247,6 +267,7 @@ class CoreProcess:
             update.num_accepted,
             update.start,
             request.num_cached_tokens or 0,
+            request.num_preemptions,
             request.first_scheduled_time,
             None if request.finish_reason is None else request.finish_reason.value,
             request.stop_reason,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"\]]*\s*(is\s+(not\s+)?|==\s*|!=\s*)none\b""", re.IGNORECASE)
+_END_MARK = "the-last-message-ends-here "  # the blank tells whether the template strips texts
 _MAX_RENDERED_CHARACTERS = 1 << 24  # more than any context holds: an endless one stops here
 
 
@@ -25,7 +26,8 @@ def render_template(template: str, variables: dict[str, Any]) -> str:
     """Renders a Jinja template as the untrusted code it is.
 
     It sees plain JSON data and may neither reach Python's internals nor change what it is given. Every `range`
-    is bounded (Jinja's `MAX_RANGE`), and so is the length of the output. Time and memory are not.
+    is bounded (Jinja's `MAX_RANGE`), and so is the length of the output. Time and memory are not: a server renders in a
+    process that can be ended (`engine/processes/text_process.py`).
 
     Raises:
         ValueError: the template fails, or does what the sandbox refuses.
@@ -45,7 +47,11 @@ def render_template(template: str, variables: dict[str, Any]) -> str:
 
 
 def render_conversation(
-    template: str, messages: Sequence[Mapping[str, Any]], named_tokens: Mapping[str, str], variables: Mapping[str, Any]
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    named_tokens: Mapping[str, str],
+    variables: Mapping[str, Any],
+    continues: bool = False,
 ) -> str:
     """Renders messages, which a template gets as they are, with four exceptions.
 
@@ -58,10 +64,19 @@ def render_conversation(
     Args:
         named_tokens: {"eos_token": "</s>", ...}, which a template gets, too.
         variables: further ones.
+        continues: the prompt ends inside of the last message, for the answer to go on with it.
 
     Raises:
-        ValueError: the arguments of a tool call are no JSON object; or as `render_template`.
+        ValueError: the arguments of a tool call are no JSON object, there is no text to go on with, or as
+            `render_template`.
     """
+    if continues:
+        marked = render_conversation(template, _with_mark(messages), named_tokens, variables)
+        if _END_MARK.strip() not in marked:
+            raise ValueError("continue_final_message: the chat template leaves the last message's text out")
+        text = marked[: marked.rindex(_END_MARK.strip())]
+        # A template that strips its texts has taken the mark's blank away.
+        return text if marked[len(text) :].startswith(_END_MARK) else text.rstrip()
 
     given = {**named_tokens, **variables}
 
@@ -75,6 +90,18 @@ def render_conversation(
         with contextlib.suppress(ValueError):
             return rendered(keeps_none=True)
     return rendered(keeps_none=False)
+
+
+def _with_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages, the last one's text with a mark at its end."""
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*messages[:-1], {**last, "content": content + _END_MARK}]
+    if isinstance(content, list) and _are_texts(content):
+        *parts, part = content
+        return [*messages[:-1], {**last, "content": [*parts, {**part, "text": part["text"] + _END_MARK}]}]
+    raise ValueError("continue_final_message: the last message has no text to go on with")
 
 
 def _plain_message(message: Mapping[str, Any], keeps_none: bool) -> dict[str, Any]:
@@ -103,12 +130,17 @@ def _with_object(call: Any) -> Any:
     if not isinstance(text, str | None):
         return call
     try:
-        arguments = json.loads(text or "{}")
+        arguments = json.loads(text or "{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise ValueError("the arguments of a tool call have to be a JSON object, as text")
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _refuse_constant(name: str) -> None:
+    """Refuse NaN and infinity, which Python's reader takes for JSON."""
+    raise ValueError(name)
 
 
 def _join_unread_parts(template: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> None:
@@ -142,6 +174,20 @@ def _rendered(template: str, variables: Mapping[str, Any], messages: list[dict[s
         return render_template(template, {**variables, "messages": messages})
     except ValueError:
         return ""
+
+
+def check_template(template: str) -> None:
+    """Refuse a template that cannot be compiled.
+
+    Raises:
+        ValueError: gives the reason and the line.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        _compile_template(template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the chat template is no Jinja: line {error.lineno}: {error.message}") from None
 
 
 @lru_cache(maxsize=32)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from teachllm.engine.text.stop_strings import stop_strings
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.sampling_params import SamplingParams
 
@@ -52,7 +53,8 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         self._tokenizer = tokenizer
-        self._stops = params.stop_strings
+        self._stops = stop_strings(params.stop_strings) if params.stop_strings else None
+        self._stop_state = 0
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._skip_special = params.skip_special_tokens
@@ -169,33 +171,21 @@ class IncrementalDetokenizer:
 
         By end and not by start, so that the result does not depend on how tokens cut the text.
         """
-        if not self._stops or self._num_tokens < self._min_tokens:
+        if self._stops is None:
             return None
-        found: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            at = self._settled.find(stop, max(0, start - len(stop) + 1))
-            if at >= 0 and (found is None or (at + len(stop), at) < found[:2]):
-                found = (at + len(stop), at, stop)
+        looks = self._num_tokens >= self._min_tokens
+        self._stop_state, found = self._stops.read(self._stop_state, self._settled[start:], looks)
         if found is None:
             return None
-        end, begin, stop = found
-        self._settled = self._settled[: end if self._include_stop else begin]
+        end = start + found.end
+        self._settled = self._settled[: end if self._include_stop else end - len(found.stop)]
         self._num_shown = len(self._settled)
         self._window, self._num_settled = [], 0
-        return stop
+        return found.stop
 
     def _num_held(self) -> int:
         """Return how many characters at the end could be the beginning of a stop string."""
-        if self._include_stop:
-            return 0
-        text, held = self._settled, 0
-        for stop in self._stops:
-            at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
-            while at >= 0 and len(text) - at > held:
-                if stop.startswith(text[at:]):
-                    held = len(text) - at
-                at = text.find(stop[0], at + 1)
-        return held
+        return 0 if self._include_stop or self._stops is None else self._stops.num_held(self._stop_state)
 
     def _has_text(self, token_id: int) -> bool:
         return not (self._skip_special and token_id in self._tokenizer.special_ids)

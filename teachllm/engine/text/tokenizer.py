@@ -15,6 +15,7 @@ import contextlib
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +33,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Parts of tokenizer.json, each with a value that it may have in any file.
 _PARTS: dict[str, Any] = {"version": "1.0", "added_tokens": []}
 _PARTS |= dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"))
+_MAX_TOKENS_PER_CHARACTER = 4  # a character has at most 4 bytes in UTF-8, and a token at least one
 _LONG_TEXT = 4096  # characters, from which on other threads may run meanwhile: of one text `tokenizers` lets none
 _HUB_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "config.json"]
 _HUB_FILES += ["vocab*", "merges.txt", "*.model", "additional_chat_templates/*"]
@@ -72,6 +74,7 @@ class _Backend(Protocol):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
     def token_to_id(self, token: str) -> int | None: ...
+    def longest_token(self) -> int: ...
 
 
 class _TokenizersBackend:
@@ -87,12 +90,20 @@ class _TokenizersBackend:
         self.token_to_id = tokenizer.token_to_id
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) < _LONG_TEXT:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            if len(text) < _LONG_TEXT:
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of the library, which is no Exception
+                raise
+            raise ValueError(f"a text of {len(text)} characters cannot be tokenized: {error}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))  # of bytes a letter each, so never too short
 
 
 class _PythonBackend:
@@ -114,6 +125,9 @@ class _PythonBackend:
     def token_to_id(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.convert_tokens_to_ids(token)
         return token_id
+
+    def longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
 
 
 class Tokenizer:
@@ -161,6 +175,26 @@ class Tokenizer:
         """Return whether the checkpoint says what a conversation looks like."""
         return bool(self._chat_templates)
 
+    @cached_property
+    def max_characters_per_token(self) -> int:
+        """The characters of the longest token, or more."""
+        return self._backend.longest_token()
+
+    def check_length(self, name: str, text: str, max_num_tokens: int) -> None:
+        """Refuse a text that is longer than so many tokens can be, without tokenizing it.
+
+        Raises:
+            ValueError: gives `name` and the numbers.
+        """
+        if len(text) <= max_num_tokens:
+            return
+        most = max_num_tokens * self.max_characters_per_token
+        if len(text) > most:
+            raise ValueError(
+                f"{name} has {len(text)} characters, and {max_num_tokens} tokens (max_model_len) of at most "
+                f"{self.max_characters_per_token} have no more than {most}: shorten it"
+            )
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds what the checkpoint puts around one (usually bos)."""
         return self._backend.encode(text, add_special_tokens)
@@ -173,6 +207,22 @@ class Tokenizer:
         """Text of one token alone, its leading space kept; U+FFFD where it is only part of a character."""
         # Some decoders drop the first token's space, so another one goes first.
         return self.decode([*self._token_before, token_id], False)[self._len_before :]
+
+    def token_text_after(self, before: Sequence[int], token_id: int) -> str:
+        """Text that a token adds to the text of those before it: of a character's tokens the last one has it all.
+
+        Args:
+            before: the ids in front of it; the last three are enough.
+        """
+        alone = self.token_text(token_id)
+        if _REPLACEMENT not in alone or [token_id] == self.replacement_ids:
+            return alone
+        for count in range(min(_MAX_TOKENS_PER_CHARACTER - 1, len(before)), -1, -1):
+            context = [*self._token_before, *before[len(before) - count :]]
+            text = self.decode([*context, token_id], False).rstrip(_REPLACEMENT)
+            if _REPLACEMENT not in text:  # else the context begins inside of a character
+                return text[len(self.decode(context, False).rstrip(_REPLACEMENT)) :]
+        return alone
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Id sequences of words that must not be produced, each as it stands at a text's start and after a space."""
@@ -193,8 +243,16 @@ class Tokenizer:
         text = self.render_chat_template(
             messages, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt, **kwargs
         )
+        return self.encode_rendered(text)
+
+    def encode_rendered(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a conversation that `render_chat_template` has rendered; most templates write special tokens.
+
+        Raises:
+            ValueError: it has half a character.
+        """
         check_encodable("a conversation", text)
-        return self.encode(text, add_special_tokens=False)  # the template has written them
+        return self.encode(text, add_special_tokens)
 
     def render_chat_template(
         self,
@@ -203,6 +261,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
         """The prompt that a conversation becomes.
@@ -212,6 +271,7 @@ class Tokenizer:
             tools: JSON schemas of functions the model may call.
             chat_template: a Jinja template, or the name of one of the checkpoint's, instead of its default.
             add_generation_prompt: end with the header of the assistant's answer.
+            continue_final_message: end inside of the last message instead, for the answer to go on with it.
             kwargs: further variables of the template.
 
         Raises:
@@ -223,8 +283,9 @@ class Tokenizer:
         template = template or self._chat_templates.get("default")
         if template is None:
             raise ValueError("the checkpoint has no chat template: give one with chat_template=, or use a plain prompt")
-        variables = {"documents": None, **kwargs, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        return render_conversation(template, messages, self._named_tokens, variables)
+        header = add_generation_prompt and not continue_final_message
+        variables = {"documents": None, **kwargs, "tools": tools, "add_generation_prompt": header}
+        return render_conversation(template, messages, self._named_tokens, variables, continue_final_message)
 
 
 def _load_with_tokenizers(folder: Path, config: dict[str, Any]) -> tuple[_Backend, dict[str, str]] | None:

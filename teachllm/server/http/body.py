@@ -6,6 +6,7 @@ server, and a body without end for a request.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -15,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from teachllm.server.http.errors import ApiError, of_validation
 
 M = TypeVar("M", bound=BaseModel)
+_PATIENCE = 60  # seconds for another piece of a body: who sends none holds the connection for nothing
 
 
 async def read_json(request: Request, max_bytes: int) -> dict[str, object]:
@@ -31,10 +33,14 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, object]:
         raise _too_large(max_bytes)
     body = bytearray()
     try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > max_bytes:
-                raise _too_large(max_bytes)
+        async with asyncio.timeout(_PATIENCE) as patience:
+            async for piece in request.stream():
+                body += piece
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+                patience.reschedule(asyncio.get_running_loop().time() + _PATIENCE)
+    except TimeoutError:
+        raise ApiError(408, f"no more of the body came for {_PATIENCE} seconds") from None
     except ClientDisconnect:
         raise ApiError(400, "the client left before its request was complete") from None
     try:

@@ -19,8 +19,10 @@ from starlette.responses import Response
 KINDS = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     429: "RateLimitError",
     500: "InternalServerError",
@@ -48,14 +50,18 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.headers = status, message, param, dict(headers or {})
 
 
+def kind_of(status: int) -> str:
+    """Return the error's type."""
+    return KINDS.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+
+
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
     """The error object as JSON."""
     text = " ".join(message.split())
     text = text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + " ..."
-    kind = KINDS.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     # A message may quote half a character that a client sent.
     text = text.encode("utf-8", "replace").decode("utf-8")
-    return msgspec.json.encode({"error": {"message": text, "type": kind, "param": param, "code": status}})
+    return msgspec.json.encode({"error": {"message": text, "type": kind_of(status), "param": param, "code": status}})
 
 
 def error_response(error: ApiError) -> Response:
@@ -103,6 +109,7 @@ def _is_name(part: object) -> bool:
 
 def install(app: Any) -> None:
     """Makes every error of a FastAPI application such an object."""
+    from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException
 
     async def on_api_error(request: Request, error: Exception) -> Response:
@@ -118,9 +125,16 @@ def install(app: Any) -> None:
         }.get(error.status_code, str(error.detail))
         return error_response(ApiError(error.status_code, message, headers=error.headers))
 
+    async def on_query(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        wrong = error.errors()[0]
+        name = str(wrong["loc"][-1])
+        return error_response(ApiError(400, f"{name}: {wrong['msg']}", name))
+
     async def on_bug(request: Request, error: Exception) -> Response:
         return error_response(ApiError(500, f"the server failed: {type(error).__name__}; its log says where"))
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_query)
     app.add_exception_handler(Exception, on_bug)

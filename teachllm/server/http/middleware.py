@@ -9,7 +9,7 @@ import logging
 import time
 from typing import Any
 
-from teachllm.server.http.errors import ApiError, error_response
+from teachllm.server.http.errors import ApiError, error_response, kind_of
 from teachllm.server.http.request_ids import request_id
 from teachllm.server.service import Service
 
@@ -27,6 +27,7 @@ class AccessMiddleware:
 
     def __init__(self, app: Any, service: Service) -> None:
         self._app, self._service = app, service
+        self._known_hosts = service.options.known_hosts
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -37,29 +38,43 @@ class AccessMiddleware:
         notes: dict[str, Any] = {"request_id": name}
         scope["teachllm"], scope["teachllm.send"] = notes, send
         status = 0
+        scope["root_path"] = root_path = self._service.options.root_path  # routes are looked up below it
+        path = scope["path"].removeprefix(root_path)
 
         async def send_named(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if status >= 400 and path not in _QUIET_PATHS:
+                    self._service.metrics.on_refusal(status, kind_of(status))
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode())]}
             await send(message)
 
-        scope["root_path"] = root_path = self._service.options.root_path  # routes are looked up below it
-        path = scope["path"].removeprefix(root_path)
         try:
-            if self._may_enter(path, headers):
+            refusal = self._refusal(path, headers)
+            if refusal is None:
                 await self._app(scope, receive, send_named)
             else:
-                refusal = ApiError(
-                    401,
-                    "this server needs an API key: send Authorization: Bearer KEY",
-                    headers={"www-authenticate": "Bearer"},
-                )
                 await error_response(refusal)(scope, receive, send_named)
         finally:
             if self._service.options.log_requests and path not in _QUIET_PATHS:
                 self._log(scope, path, status, time.perf_counter() - began, notes)
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        host = headers.get(b"host")
+        if host is not None and self._known_hosts is not None and _host_name(host) not in self._known_hosts:
+            return ApiError(
+                403,
+                f"this server is not called {_host_name(host)!r}: ask it by its own name, or start it with "
+                "--allowed-hosts",
+            )
+        if not self._may_enter(path, headers):
+            return ApiError(
+                401,
+                "this server needs an API key: send Authorization: Bearer KEY",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return None
 
     def _may_enter(self, path: str, headers: dict[bytes, bytes]) -> bool:
         if path in OPEN_PATHS:
@@ -75,3 +90,11 @@ class AccessMiddleware:
             if field in notes:
                 fields[field] = notes[field]
         logger.info("request", extra={"fields": fields})
+
+
+def _host_name(host: bytes) -> str:
+    """Return the name in a Host header, without its port and without the brackets of an IPv6 address."""
+    name = host.decode("latin-1").lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].removesuffix(".")

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
+
+from teachllm.server.http.errors import ApiError
+
+T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
@@ -44,6 +49,29 @@ async def noticing_hangup(
         yield
     finally:
         watcher.cancel()
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` gives; it is cancelled when the client goes away.
+
+    Args:
+        request: its body has been read.
+
+    Raises:
+        ApiError: 400, which nobody gets.
+    """
+    task = asyncio.ensure_future(work)
+
+    async def cancel() -> None:
+        task.cancel()
+
+    async with noticing_hangup(request.receive, cancel):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]  # this runs in one
+                raise
+            raise ApiError(400, "the client left before its request was answered") from None
 
 
 class EventStream(Response):

@@ -14,8 +14,17 @@ from teachllm.server.http.errors import ApiError
 from teachllm.server.http.request_ids import response_id
 from teachllm.server.openai.chat_answer import ChatAnswer
 from teachllm.server.openai.generation import Generation, Job, respond
-from teachllm.server.openai.messages import NamedTool
-from teachllm.server.openai.params import check_length, check_streaming, engine_options, refuse_unbuilt, sampling_params
+from teachllm.server.openai.messages import AllowedToolsChoice, NamedTool, Tool, ToolChoice
+from teachllm.server.openai.params import (
+    check_answer,
+    check_length,
+    check_streaming,
+    engine_options,
+    most_tokens,
+    refuse_unbuilt,
+    sampling_params,
+    token_style,
+)
 from teachllm.server.openai.prompts import chat_prompt
 from teachllm.server.openai.protocol import ChatCompletionRequest
 from teachllm.server.openai.response_context import ResponseContext
@@ -30,19 +39,20 @@ async def create_chat_completion(service: Service, http: Request) -> Response:
         ApiError: what is wrong with it.
     """
     engine = service.engine
-    request = await read_request(http, ChatCompletionRequest, service.options.max_request_bytes)
+    request = await read_request(http, ChatCompletionRequest, service.max_request_bytes)
     model = service.name_of(request.model)
     num_top = _check(request, engine.config.max_logprobs)
-    parses_tools = _check_tools(request, service.options)
+    tools = _tools(request)
+    parses_tools = _check_tools(tools, request.tool_choice, service.options)
     refuse_unbuilt(request)
-    tokenizer = service.tokenizer
-    token_ids = await chat_prompt(tokenizer, request, service.options)
+    token_ids = await chat_prompt(service, http, request, tools, request.truncate_prompt_tokens)
     recommended = engine.generation_defaults
     asked = request.max_completion_tokens or request.max_tokens
     name = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
     max_tokens = check_length(len(token_ids), asked, service.max_model_len, "messages", name)
     if asked is None:
         max_tokens = min(max_tokens, recommended.get("max_tokens", max_tokens))
+        max_tokens = min(max_tokens, most_tokens(service, request, len(token_ids), num_top))
     params = sampling_params(
         request,
         recommended,
@@ -56,31 +66,56 @@ async def create_chat_completion(service: Service, http: Request) -> Response:
 
         parser = partial(tool_parser, service.options.tool_call_parser)
         params = replace(params, skip_special_tokens=False)  # some models' marks of a call are such
-    context = ResponseContext.of(response_id("chatcmpl", http), model, request)
-    answer = ChatAnswer(context, num_top, parser, request.parallel_tool_calls is not False)
+    context = ResponseContext.of(response_id("chatcmpl", http), model, request, service.options.force_include_usage)
+    style = token_style(request, params, service.tokenizer)
+    parallel = request.parallel_tool_calls is not False
+    answer = ChatAnswer(context, num_top, parser, parallel, style, _echoed(request))
     options = engine_options(request, engine.config.scheduling_policy)
-    generation = Generation(service, context.id, [Job(token_ids, params)], options)
+    jobs = [Job(token_ids, params)]
+    check_answer(service, jobs)
+    generation = Generation(service, context.id, jobs, options)
     return await respond(http, generation, answer, bool(request.stream))
 
 
 def _check(request: ChatCompletionRequest, max_logprobs: int) -> int | None:
     """Return how many log-probabilities each token gets; None: not even its own."""
     check_streaming(request)
-    if request.top_logprobs and not request.logprobs:
+    num_top = request.top_logprobs or 0
+    if num_top and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: set logprobs to true", "top_logprobs")
-    if max_logprobs != -1 and (request.top_logprobs or 0) > max_logprobs:
+    if max_logprobs != -1 and (num_top == -1 or num_top > max_logprobs):
         raise ApiError(
             400,
-            f"top_logprobs={request.top_logprobs} is more than this server gives: ask for {max_logprobs} at most, or "
-            "raise --max-logprobs",
+            f"top_logprobs={num_top} is more than this server gives: ask for {max_logprobs} at most, or raise "
+            "--max-logprobs (-1: no limit)",
             "top_logprobs",
         )
-    return (request.top_logprobs or 0) if request.logprobs else None
+    return num_top if request.logprobs else None
 
 
-def _check_tools(request: ChatCompletionRequest, options: ServerOptions) -> bool:
-    """Return whether calls of tools are looked for in the answer."""
+def _echoed(request: ChatCompletionRequest) -> str:
+    """Return what the answer begins with: the last message, if the request wants that and it is the assistant's."""
+    last = request.messages[-1]
+    if not request.echo or last.role != "assistant" or last.content is None:
+        return ""
+    return last.content if isinstance(last.content, str) else "\n".join(part.text for part in last.content)
+
+
+def _tools(request: ChatCompletionRequest) -> list[Tool]:
+    """Return the tools that the model may call."""
     tools, choice = request.tools or [], request.tool_choice
+    if not isinstance(choice, AllowedToolsChoice):
+        return tools
+    allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+    if unknown := sorted(allowed - {tool.function.name for tool in tools}):
+        raise ApiError(400, f"tool_choice allows {unknown[0]!r}, which is not among tools", "tool_choice")
+    return [tool for tool in tools if tool.function.name in allowed]
+
+
+def _check_tools(tools: list[Tool], choice: ToolChoice | None, options: ServerOptions) -> bool:
+    """Return whether calls of tools are looked for in the answer."""
+    if isinstance(choice, AllowedToolsChoice):
+        choice = choice.allowed_tools.mode
     if not tools:
         if choice not in (None, "none", "auto"):
             raise ApiError(400, "tool_choice names a tool, and the request has none: add tools", "tool_choice")

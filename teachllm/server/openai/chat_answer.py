@@ -7,12 +7,13 @@ laid out beforehand. All others take the long way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from teachllm.outputs import CompletionOutput, RequestOutput
 from teachllm.server.http.sse import encode, event
 from teachllm.server.openai.generation import usage
-from teachllm.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from teachllm.server.openai.logprobs import Entry, TokenStyle, chat_logprobs, in_pieces, prompt_logprobs
 from teachllm.server.openai.response_context import ResponseContext, StreamCursor
 from teachllm.server.openai.tool_text import ToolText
 
@@ -29,6 +30,8 @@ class ChatAnswer:
         num_top: log-probabilities of so many tokens are told; None: of none.
         parser: makes what finds calls of tools in one completion; None: they are not looked for.
         parallel: all calls are told, not only the first.
+        style: how tokens are told.
+        prefix: what every message begins with.
     """
 
     def __init__(
@@ -37,23 +40,27 @@ class ChatAnswer:
         num_top: int | None,
         parser: Callable[[], ToolParser] | None,
         parallel: bool = True,
+        style: TokenStyle | None = None,
+        prefix: str = "",
     ) -> None:
         self._context, self._num_top, self._parser, self._parallel = context, num_top, parser, parallel
+        self._style, self._prefix = style or TokenStyle(), prefix
         self._tells_tokens = num_top is not None or context.return_token_ids
         self._is_plain = not self._tells_tokens and parser is None and not context.continuous_usage
         self._output: RequestOutput | None = None
         self._cursors = [self._new_cursor(index) for index in range(context.n)]
         self._tools = [self._tool_text() for _ in range(context.n)]
 
-    def whole(self, outputs: list[RequestOutput]) -> bytes:
+    async def whole(self, outputs: list[RequestOutput]) -> bytes:
         output = outputs[0]
         answer = self._context.head("chat.completion")
-        answer["choices"] = [self._choice(completion) for completion in output.outputs]
+        answer["choices"] = [await self._choice(completion) for completion in output.outputs]
         answer["usage"] = usage(outputs)
+        answer["prompt_logprobs"] = None
         if self._context.wants_prompt_logprobs:
-            answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
-        if self._context.return_token_ids:
-            answer["prompt_token_ids"] = output.prompt_token_ids
+            scored = output.prompt_logprobs or []
+            answer["prompt_logprobs"] = await in_pieces(scored, lambda first, last: prompt_logprobs(scored[first:last]))
+        answer["prompt_token_ids"] = output.prompt_token_ids if self._context.return_token_ids else None
         return encode(answer)
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
@@ -77,18 +84,25 @@ class ChatAnswer:
             return b""
         return event(encode(self._context.head(_KIND) | {"choices": [], "usage": usage([self._output])}))
 
-    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+    async def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         reason, tools = completion.finish_reason, self._tools[completion.index]
         if tools is not None:
             deltas = tools.feed(completion.text, is_end=True)
             message |= tools.message(deltas)
             reason = tools.finish_reason(reason)
-        choice = {"index": completion.index, "message": message, "logprobs": self._logprobs(completion, 0)}
+        if self._prefix:
+            message["content"] = self._prefix + (message["content"] or "")
+        choice = {"index": completion.index, "message": message, "logprobs": None}
+        if self._num_top is not None and (entries := completion.logprobs) is not None:
+            lay_out = partial(self._lay_out, completion.token_ids, entries)
+            choice["logprobs"] = {"content": await in_pieces(entries, lay_out)}
         choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason}
-        if self._context.return_token_ids:
-            choice["token_ids"] = completion.token_ids
+        choice["token_ids"] = completion.token_ids if self._context.return_token_ids else None
         return choice
+
+    def _lay_out(self, token_ids: list[int], entries: list[Entry], first: int, last: int) -> list[Any]:
+        return chat_logprobs(token_ids[first:last], entries[first:last], self._num_top or 0, self._style)
 
     def _news(self, cursor: StreamCursor, completion: CompletionOutput) -> list[bytes]:
         """The chunks that tell what is new."""
@@ -119,20 +133,24 @@ class ChatAnswer:
         return chunks
 
     def _first(self, index: int, output: RequestOutput) -> bytes:
-        choice = {"index": index, "delta": {"role": "assistant", "content": ""}}
-        more = {"prompt_token_ids": output.prompt_token_ids} if self._context.return_token_ids else {}
+        choice = {"index": index, "delta": {"role": "assistant", "content": self._prefix}}
+        more: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self._context.return_token_ids else {}
+        if self._context.continuous_usage:  # of what has been told so far, and that is nothing
+            found = usage([output])
+            more["usage"] = found | {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
         return self._event(choice | {"logprobs": None, "finish_reason": None}, **more)
 
     def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
-        chunk = self._context.head(_KIND) | {"choices": [choice]} | more
+        chunk = self._context.head(_KIND) | {"choices": [choice]}
         if self._context.include_usage:
             chunk["usage"] = usage([self._output]) if self._context.continuous_usage and self._output else None
-        return event(encode(chunk))
+        return event(encode(chunk | more))
 
     def _logprobs(self, completion: CompletionOutput, first: int) -> dict[str, Any] | None:
         if self._num_top is None or completion.logprobs is None:
             return None
-        return chat_logprobs(completion.token_ids[first:], completion.logprobs[first:], self._num_top)
+        last = len(completion.logprobs)
+        return {"content": self._lay_out(completion.token_ids, completion.logprobs, first, last)}
 
     def _tool_text(self) -> ToolText | None:
         return None if self._parser is None else ToolText(self._parser(), self._parallel)

@@ -9,7 +9,7 @@ from typing import Any
 from teachllm.outputs import CompletionOutput, RequestOutput
 from teachllm.server.http.sse import encode, event
 from teachllm.server.openai.generation import usage
-from teachllm.server.openai.logprobs import CompletionLogprobs, prompt_logprobs
+from teachllm.server.openai.logprobs import CompletionLogprobs, TokenStyle, in_pieces, prompt_logprobs
 from teachllm.server.openai.response_context import ResponseContext, StreamCursor
 
 _KIND = "text_completion"
@@ -32,6 +32,7 @@ class CompletionAnswer:
 
     Args:
         text_of: a token's text.
+        style: how tokens are told.
         echo: every text begins with its prompt.
         wants_logprobs: tokens and their log-probabilities are told.
         is_scoring: nothing was asked for but the prompt; what was sampled is left out.
@@ -42,6 +43,7 @@ class CompletionAnswer:
         context: ResponseContext,
         prompts: Sequence[CompletionPrompt],
         text_of: Callable[[int], str],
+        style: TokenStyle,
         *,
         echo: bool = False,
         wants_logprobs: bool = False,
@@ -53,15 +55,41 @@ class CompletionAnswer:
         self._is_plain = not self._tells_tokens and not context.continuous_usage and not is_scoring
         self._outputs: dict[int, RequestOutput] = {}
         self._cursors = [self._new_cursor(index) for index in range(context.n * len(prompts))]
-        self._logprobs = [CompletionLogprobs(text_of) for _ in self._cursors]
+        self._logprobs = [
+            CompletionLogprobs(text_of, style, prompt.text) for prompt in prompts for _ in range(context.n)
+        ]
 
-    def whole(self, outputs: list[RequestOutput]) -> bytes:
+    async def whole(self, outputs: list[RequestOutput]) -> bytes:
         choices = []
         for index, output in enumerate(outputs):
             for cursor, completion in self._choices(index, output):
                 cursor.has_ended = True
-                choices.append(self._choice(cursor, completion, output))
+                choices.append(await self._whole_choice(cursor, completion, output))
         return encode(self._context.head(_KIND) | {"choices": choices, "usage": self._usage(outputs)})
+
+    async def _whole_choice(
+        self, cursor: StreamCursor, completion: CompletionOutput, output: RequestOutput
+    ) -> dict[str, Any]:
+        """Return a choice whose log-probabilities, which may be many, are JSON already."""
+        choice = dict.fromkeys(("prompt_logprobs", "token_ids", "prompt_token_ids"))
+        choice |= self._choice(cursor, completion, output, with_logprobs=False)
+        token_ids, entries = self._tokens(cursor, completion, output, 0, is_first=True)
+        if self._wants_logprobs:
+            lists: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": []}
+
+            def top_logprobs(first: int, last: int) -> list[Any]:
+                num_prompt = self._num_echoed(cursor) - first
+                found = self._logprobs[cursor.index].of(token_ids[first:last], entries[first:last], num_prompt)
+                for name, values in lists.items():
+                    values += found[name]
+                return found["top_logprobs"]
+
+            top = await in_pieces(entries, top_logprobs)
+            choice["logprobs"] = {**lists, "top_logprobs": top}
+        if self._context.wants_prompt_logprobs:
+            scored = output.prompt_logprobs or []
+            choice["prompt_logprobs"] = await in_pieces(scored, lambda first, last: prompt_logprobs(scored[first:last]))
+        return choice
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
         self._outputs[index] = output
@@ -91,35 +119,48 @@ class CompletionAnswer:
         first = index * self._context.n
         return list(zip(self._cursors[first : first + self._context.n], output.outputs, strict=True))
 
-    def _choice(self, cursor: StreamCursor, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+    def _choice(
+        self, cursor: StreamCursor, completion: CompletionOutput, output: RequestOutput, with_logprobs: bool = True
+    ) -> dict[str, Any]:
         """Return what is new of one completion: of one that nothing was told of, everything."""
         is_first, cursor.has_begun = not cursor.has_begun, True
         prompt = self._prompts[cursor.index // self._context.n]
         text, first_token = cursor.news(completion)
-        token_ids = completion.token_ids[first_token:]
-        entries: list[Any] = (completion.logprobs or [])[first_token:]
-        if self._is_scoring:
-            text, token_ids, entries = "", [], []
-        given_ids = token_ids
-        if is_first and self._echo:
-            text, token_ids = prompt.text + text, [*prompt.token_ids, *token_ids]
-            scored = output.prompt_logprobs or []
-            entries = [*scored, *[None] * (len(prompt.token_ids) - len(scored)), *entries]  # an abort comes at any time
+        text = "" if self._is_scoring else text
         choice: dict[str, Any] = {"index": cursor.index, "text": text, "logprobs": None}
-        if self._wants_logprobs:
-            choice["logprobs"] = self._logprobs[cursor.index].of(token_ids, entries)
+        if is_first and self._echo:
+            choice["text"] = prompt.text + text
+        if self._wants_logprobs and with_logprobs:
+            token_ids, entries = self._tokens(cursor, completion, output, first_token, is_first)
+            num_prompt = self._num_echoed(cursor) if is_first else 0
+            choice["logprobs"] = self._logprobs[cursor.index].of(token_ids, entries, num_prompt)
         if cursor.has_ended:
             reason = "length" if self._is_scoring else completion.finish_reason
             choice |= {"finish_reason": reason, "stop_reason": None if self._is_scoring else completion.stop_reason}
         else:
             choice["finish_reason"] = None
         if self._context.return_token_ids:
-            choice["token_ids"] = given_ids
+            choice["token_ids"] = [] if self._is_scoring else completion.token_ids[first_token:]
             if is_first:
                 choice["prompt_token_ids"] = prompt.token_ids
-        if self._context.wants_prompt_logprobs:
-            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
         return choice
+
+    def _tokens(
+        self, cursor: StreamCursor, completion: CompletionOutput, output: RequestOutput, first: int, is_first: bool
+    ) -> tuple[list[int], list[Any]]:
+        """Return the ids of a choice's tokens from `first` on, and the log-probabilities of each."""
+        token_ids, entries = completion.token_ids[first:], (completion.logprobs or [])[first:]
+        if self._is_scoring:
+            token_ids, entries = [], []
+        if not (is_first and self._echo):
+            return token_ids, list(entries)
+        prompt = self._prompts[cursor.index // self._context.n]
+        scored = output.prompt_logprobs or []
+        unscored = [None] * (len(prompt.token_ids) - len(scored))  # an abort comes at any time
+        return [*prompt.token_ids, *token_ids], [*scored, *unscored, *entries]
+
+    def _num_echoed(self, cursor: StreamCursor) -> int:
+        return len(self._prompts[cursor.index // self._context.n].token_ids) if self._echo else 0
 
     def _knows_prompt(self, output: RequestOutput) -> bool:
         """Return whether the prompt's scores are known, if asked for: another completion may be ahead of them."""

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from teachllm.engine.text.tokenizer import Tokenizer
+from teachllm.sampling_params import SamplingParams
 from teachllm.server.http.body import read_request
 from teachllm.server.http.errors import ApiError
 from teachllm.server.http.request_ids import response_id
 from teachllm.server.openai.completion_answer import CompletionAnswer, CompletionPrompt
 from teachllm.server.openai.generation import Generation, Job, respond
-from teachllm.server.openai.params import check_length, check_streaming, engine_options, refuse_unbuilt, sampling_params
-from teachllm.server.openai.prompts import encode
+from teachllm.server.openai.params import (
+    check_answer,
+    check_length,
+    check_streaming,
+    engine_options,
+    refuse_unbuilt,
+    sampling_params,
+    token_style,
+)
+from teachllm.server.openai.prompts import prepared, truncated
 from teachllm.server.openai.protocol import CompletionRequest
 from teachllm.server.openai.response_context import ResponseContext
 from teachllm.server.service import Service
@@ -29,33 +38,37 @@ async def create_completion(service: Service, http: Request) -> Response:
         ApiError: what is wrong with the request.
     """
     engine = service.engine
-    request = await read_request(http, CompletionRequest, service.options.max_request_bytes)
+    request = await read_request(http, CompletionRequest, service.max_request_bytes)
     model = service.name_of(request.model)
     _check(request)
     refuse_unbuilt(request)
-    tokenizer = service.tokenizer
     service.check_fits(_num_prompts(request) * (request.n or 1))
-    prompts = await _prompts(tokenizer, request)
+    prompts = await prepared(http, "prompt", _prompts(service, request))
     asked, recommended = request.max_tokens, engine.generation_defaults
     usual = min(_DEFAULT_MAX_TOKENS, recommended.get("max_tokens", _DEFAULT_MAX_TOKENS))
     jobs = []
+    known: dict[int, SamplingParams] = {}  # by their `max_tokens`; there may be thousands of prompts
     for prompt in prompts:
         # 0 scores the prompt: one token is sampled and not shown.
         wanted = 1 if asked == 0 else asked
         left = check_length(len(prompt.token_ids), wanted, service.max_model_len, "prompt")
-        params = sampling_params(
-            request,
-            recommended,
-            max_tokens=min(left, usual) if asked is None else left,
-            logprobs=request.logprobs,
-            prompt_logprobs=_num_prompt_logprobs(request),
-        )
-        jobs.append(Job(prompt.token_ids, params))
-    context = ResponseContext.of(response_id("cmpl", http), model, request)
+        max_tokens = min(left, usual) if asked is None else left
+        if max_tokens not in known:
+            known[max_tokens] = sampling_params(
+                request,
+                recommended,
+                max_tokens=max_tokens,
+                logprobs=request.logprobs,
+                prompt_logprobs=_num_prompt_logprobs(request),
+            )
+        jobs.append(Job(prompt.token_ids, known[max_tokens]))
+    check_answer(service, jobs)
+    context = ResponseContext.of(response_id("cmpl", http), model, request, service.options.force_include_usage)
     answer = CompletionAnswer(
         context,
         prompts,
-        tokenizer.token_text,
+        partial(service.tokenizer.token_text_after, ()),
+        token_style(request, jobs[0].params, service.tokenizer),
         echo=bool(request.echo),
         wants_logprobs=request.logprobs is not None,
         is_scoring=asked == 0,
@@ -82,20 +95,21 @@ def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
     return request.prompt_logprobs
 
 
-async def _prompts(tokenizer: Tokenizer, request: CompletionRequest) -> list[CompletionPrompt]:
+async def _prompts(service: Service, request: CompletionRequest) -> list[CompletionPrompt]:
     given = request.prompt
-    if isinstance(given, str):
-        given = [given]
-    elif isinstance(given[0], int):
-        given = [given]  # type: ignore[list-item]
-    prompts = []
-    for each in given:
-        if isinstance(each, str):
-            token_ids = await encode(tokenizer, each, request.add_special_tokens is not False)
-            prompts.append(CompletionPrompt(token_ids, each))
-            await asyncio.sleep(0)  # others wait for one prompt, not for a list of them
-        else:
-            assert isinstance(each, list)
-            text = tokenizer.decode(each, skip_special_tokens=False) if request.echo else ""
-            prompts.append(CompletionPrompt(each, text))
-    return prompts
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    texts_or_ids: list[Any] = [given] if is_one else list(given)
+    most, max_model_len = request.truncate_prompt_tokens, service.max_model_len
+    if isinstance(texts_or_ids[0], str):
+        for each in texts_or_ids:
+            service.check_text(each, "prompt")
+        encoded = await service.text.encode(texts_or_ids, request.add_special_tokens is not False)
+        kept = [truncated(token_ids, most, max_model_len) for token_ids in encoded]
+        if not request.echo or kept == encoded:
+            return list(map(CompletionPrompt, kept, texts_or_ids))
+    else:
+        kept = [truncated(token_ids, most, max_model_len) for token_ids in texts_or_ids]
+    for token_ids in kept:
+        check_length(len(token_ids), None, max_model_len, "prompt")
+    texts = await service.text.decode(kept) if request.echo else [""] * len(kept)
+    return list(map(CompletionPrompt, kept, texts))

@@ -38,7 +38,7 @@ class Job:
 class Answer(Protocol):
     """Define how outputs are laid out for a client."""
 
-    def whole(self, outputs: list[RequestOutput]) -> bytes:
+    async def whole(self, outputs: list[RequestOutput]) -> bytes:
         """The one body of an answer that is not streamed."""
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:
@@ -73,6 +73,8 @@ class Generation:
             ApiError: 400 if one is refused (none is left running), 429 if there is no room.
         """
         self._service.admit(self)
+        for job in self._jobs:
+            self._service.metrics.on_params(job.params)
         try:
             for name, job in zip(self._ids, self._jobs, strict=True):
                 prompt = {"prompt_token_ids": job.prompt_token_ids}
@@ -210,7 +212,7 @@ async def respond(request: Request, generation: Generation, answer: Answer, stre
             outputs = await generation.ended()
     finally:
         await end()
-    return Response(answer.whole(outputs), media_type="application/json")
+    return Response(await answer.whole(outputs), media_type="application/json")
 
 
 async def _events(generation: Generation, answer: Answer, notes: dict[str, Any]) -> AsyncGenerator[bytes, None]:

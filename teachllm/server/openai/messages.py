@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of content, and calls of tools, in all messages of a conversation
 _AS_SENT = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # templates may know further fields
 
 
@@ -17,11 +19,18 @@ class TextPart(BaseModel):
 
 
 def _of_text_alone(parts: Any) -> Any:
-    for part in parts if isinstance(parts, list) else ():
+    """Refuse pictures and the like; a refusal, which clients send back, is text to a template."""
+    if not isinstance(parts, list):
+        return parts
+    found = []
+    for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise ValueError(f"a part of type {kind!r}: this server takes parts of type 'text' alone")
-    return parts
+        if kind == "refusal":
+            part = {"type": "text", "text": part.get("refusal")}
+        elif isinstance(kind, str) and kind != "text":
+            raise ValueError(f"a part of type {kind!r}: this server takes parts of type 'text' or 'refusal' alone")
+        found.append(part)
+    return found
 
 
 Content = str | Annotated[list[TextPart], Field(min_length=1), BeforeValidator(_of_text_alone)]
@@ -65,8 +74,49 @@ class AssistantMessage(BaseModel):
     tool_calls: list[ToolCall] | None = None
 
 
-Message = Annotated[UserMessage | ToolMessage | AssistantMessage, Field(discriminator="role")]
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+def _not_too_many(messages: Any) -> Any:
+    """Look at the length of all lists before anything is made of what they hold."""
+    if not isinstance(messages, list):
+        return messages
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(f"{len(messages)} messages are more than the {MAX_MESSAGES} that a conversation may have")
+    lists = (message.get(key) for message in messages if isinstance(message, dict) for key in ("content", "tool_calls"))
+    num_parts = sum(len(each) for each in lists if isinstance(each, list))
+    if num_parts > MAX_PARTS:
+        raise ValueError(
+            f"{num_parts} parts and calls of tools are more than the {MAX_PARTS} that all messages may have"
+        )
+    return messages
+
+
+class OtherMessage(BaseModel):
+    """One of a role that the checkpoint's template may know."""
+
+    model_config = _AS_SENT
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: Content | None = None
+    name: str | None = None
+
+
+_KINDS = {"assistant": "assistant", **dict.fromkeys(("tool", "function"), "tool")}
+_KINDS |= dict.fromkeys(("system", "developer", "user"), "user")
+
+
+def _kind(message: Any) -> str:
+    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
+    return _KINDS.get(role, "other") if isinstance(role, str) else "other"
+
+
+Message = Annotated[
+    Annotated[UserMessage, Tag("user")]
+    | Annotated[ToolMessage, Tag("tool")]
+    | Annotated[AssistantMessage, Tag("assistant")]
+    | Annotated[OtherMessage, Tag("other")],
+    Discriminator(_kind),
+]
+Messages = Annotated[
+    list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_not_too_many)
+]
 
 
 class FunctionDefinition(BaseModel):
@@ -94,4 +144,18 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(BaseModel):
+    model_config = STRICT
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=1024)]
+
+
+class AllowedToolsChoice(BaseModel):
+    """Some of the request's tools may be called."""
+
+    model_config = STRICT
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice

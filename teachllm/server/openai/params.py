@@ -5,13 +5,20 @@ Defaults: what the request says, else what the checkpoint recommends (generation
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from teachllm.sampling_params import SamplingParams
 from teachllm.server.http.errors import ApiError, refused_as
+from teachllm.server.openai.logprobs import TokenStyle
 from teachllm.server.openai.protocol import Sampling
 
+if TYPE_CHECKING:
+    from teachllm.engine.text.tokenizer import Tokenizer
+    from teachllm.server.openai.generation import Job
+    from teachllm.server.service import Service
+
+_LEAST_MOST_ENTRIES = 1 << 17
 _SAME_NAME = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("n", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "allowed_token_ids"),
@@ -99,6 +106,57 @@ def check_length(
             name,
         )
     return left if max_tokens is None else max_tokens
+
+
+def check_answer(service: Service, jobs: Sequence[Job]) -> None:
+    """Refuse a request whose answer would hold more log-probabilities than one may.
+
+    Raises:
+        ApiError: 400, naming what to lower.
+    """
+    total = sum(_num_entries(service, job) for job in jobs)
+    if total > (most := _most_entries(service)):
+        params = jobs[0].params
+        name = "prompt_logprobs" if params.logprobs is None else "logprobs"
+        raise ApiError(
+            400,
+            f"{name}: the answer could hold {total} log-probabilities, and {most} is the most: lower {name}, n or "
+            "max_tokens, or send fewer prompts",
+            name,
+        )
+
+
+def most_tokens(service: Service, request: Sampling, num_prompt_tokens: int, logprobs: int | None) -> int:
+    """Return how long each completion may get where the request does not say, so that its answer is not refused."""
+    if logprobs is None:
+        return service.max_model_len
+    scored = request.prompt_logprobs
+    left = _most_entries(service) - (0 if scored is None else num_prompt_tokens * _width(service, scored))
+    return max(left // ((request.n or 1) * _width(service, logprobs)), 1)
+
+
+def _num_entries(service: Service, job: Job) -> int:
+    params = job.params
+    of_prompt = 0 if params.prompt_logprobs is None else _width(service, params.prompt_logprobs)
+    of_output = 0 if params.logprobs is None else _width(service, params.logprobs)
+    return len(job.prompt_token_ids) * of_prompt + params.n * (params.max_tokens or 0) * of_output
+
+
+def _width(service: Service, logprobs: int) -> int:
+    return 1 + (service.engine.vocab_size if logprobs == -1 else logprobs)
+
+
+def _most_entries(service: Service) -> int:
+    """Return how many one answer may hold: what one completion as long as the context can have, and some at least."""
+    most = service.engine.config.max_logprobs
+    width = 1 if most == -1 else _width(service, most)
+    return max(_LEAST_MOST_ENTRIES, service.max_model_len * width)
+
+
+def token_style(request: Sampling, params: SamplingParams, tokenizer: Tokenizer) -> TokenStyle:
+    """Return how log-probabilities name their tokens."""
+    hidden = frozenset(tokenizer.special_ids) if params.skip_special_tokens else frozenset()
+    return TokenStyle(bool(request.return_tokens_as_token_ids), hidden)
 
 
 def engine_options(request: Sampling, policy: str) -> dict[str, Any]:

@@ -1,37 +1,50 @@
-"""From what a client sent to the token ids of a prompt. A long one is turned in a thread: other clients' streams wait
-for nothing that takes longer than a step.
-"""
+"""From a conversation that a client sent to the token ids of its prompt."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from teachllm.engine.text.tokenizer import Tokenizer
+from starlette.requests import Request
+
 from teachllm.server.http.errors import ApiError, refused_as
-from teachllm.server.openai.messages import AssistantMessage, Message
+from teachllm.server.http.sse import while_connected
+from teachllm.server.openai.messages import AssistantMessage, Message, Tool
 from teachllm.server.openai.protocol import ChatOptions
-from teachllm.server.options import ServerOptions
+from teachllm.server.service import Service
 
 T = TypeVar("T")
-_MAX_INLINE = 4096  # characters: about three milliseconds
 # Arguments of `render_chat_template` that are not the template's variables.
-_NOT_VARIABLES = {"self", "messages", "tools", "chat_template"}
+_NOT_VARIABLES = {"self", "messages", "tools", "chat_template", "continue_final_message"}
 
 
-async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
-    return await _run(len(text), partial(tokenizer.encode, text, add_special_tokens))
+async def prepared(http: Request, param: str, work: Coroutine[Any, Any, T]) -> T:
+    """What work with a request's texts gives; it is cancelled when the client leaves.
+
+    Args:
+        param: the field that the text is in.
+
+    Raises:
+        ApiError: 400, the text is refused, or nobody waits for the answer.
+    """
+    with refused_as(param):
+        return await while_connected(http, work)
 
 
-async def chat_prompt(tokenizer: Tokenizer, request: ChatOptions, options: ServerOptions) -> list[int]:
+async def chat_prompt(
+    service: Service, http: Request, request: ChatOptions, tools: Sequence[Tool] | None, most: int | None
+) -> list[int]:
     """Token ids of a conversation.
+
+    Args:
+        tools: those of the request that the model may call.
+        most: as of `truncated`.
 
     Raises:
         ApiError: 400 if there is no template, it fails, or may not be what it is.
     """
-    variables = request.chat_template_kwargs or {}
+    options = service.options
+    own_variables = request.chat_template_kwargs or {}
     if request.chat_template is not None and not options.trust_request_chat_template:
         raise ApiError(
             400,
@@ -39,18 +52,44 @@ async def chat_prompt(tokenizer: Tokenizer, request: ChatOptions, options: Serve
             "--trust-request-chat-template",
             "chat_template",
         )
-    if wrong := sorted(_NOT_VARIABLES & variables.keys()):
+    if wrong := sorted(_NOT_VARIABLES & own_variables.keys()):
         raise ApiError(400, f"chat_template_kwargs may not hold {wrong[0]}", "chat_template_kwargs")
-    messages = [_for_template(message) for message in request.messages]
-    tools = None if not request.tools else [tool.model_dump(exclude_unset=True) for tool in request.tools]
-    given = {"add_generation_prompt": request.add_generation_prompt is not False, **variables}
-    template = request.chat_template or options.chat_template
-    size = sum(len(str(message)) for message in (*messages, *(tools or ()), variables))
-    if request.chat_template is not None:
-        size = _MAX_INLINE + 1  # a program that has not been seen here
-    render = partial(_render, tokenizer, messages, tools=tools, chat_template=template, **given)
-    with refused_as("messages"):
-        return await _run(size, render)
+    if request.continue_final_message and request.add_generation_prompt:
+        raise ApiError(
+            400,
+            "continue_final_message goes on with the last message, and add_generation_prompt begins another: set one "
+            "of them to false",
+            "continue_final_message",
+        )
+    if request.continue_final_message and request.messages[-1].content is None:
+        raise ApiError(400, "continue_final_message: the last message has no text to go on with", "messages")
+    variables = dict(options.default_chat_template_kwargs)
+    variables["add_generation_prompt"] = request.add_generation_prompt is not False
+    variables["continue_final_message"] = bool(request.continue_final_message)
+    for name in ("documents", "reasoning_effort"):
+        if (value := getattr(request, name)) is not None:
+            variables[name] = value
+    work = service.text.chat(
+        [_for_template(message) for message in request.messages],
+        None if not tools else [tool.model_dump(exclude_unset=True) for tool in tools],
+        request.chat_template or options.chat_template,
+        variables | own_variables,
+        bool(request.add_special_tokens),
+        service.max_model_len,
+    )
+    token_ids = await prepared(http, "messages", work)
+    return truncated(token_ids, most, service.max_model_len)
+
+
+def truncated(token_ids: list[int], most: int | None, max_model_len: int) -> list[int]:
+    """The last tokens of a prompt.
+
+    Args:
+        most: so many; None: all. -1: as many as there may be.
+    """
+    if most is None:
+        return token_ids
+    return token_ids[-(max_model_len - 1 if most == -1 else most) :]
 
 
 def _for_template(message: Message) -> dict[str, Any]:
@@ -62,20 +101,3 @@ def _for_template(message: Message) -> dict[str, Any]:
     if plain.get("tool_calls") == []:
         del plain["tool_calls"]
     return {"content": None, **plain} if isinstance(message, AssistantMessage) else plain
-
-
-def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-    """Render a conversation. If its template fails, a message without content gets an empty text: most templates add
-    the content to other text, and clients send null beside calls of tools.
-    """
-    try:
-        return tokenizer.apply_chat_template(messages, **options)
-    except ValueError:
-        texts = [message | {"content": ""} if message["content"] is None else message for message in messages]
-        if texts == messages:
-            raise
-    return tokenizer.apply_chat_template(texts, **options)
-
-
-async def _run(size: int, work: Callable[[], T]) -> T:
-    return work() if size <= _MAX_INLINE else await asyncio.to_thread(work)

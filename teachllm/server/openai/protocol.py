@@ -1,18 +1,28 @@
 """What a client may ask: the bodies of all requests, with the range of every field.
 
-OpenAI's fields and vLLM's further ones, under their names; a field that is not here is ignored, as both do. Null is the
-same as absent. These classes are the OpenAPI schema, too, so a limit is written here if it can be.
+OpenAI's fields and vLLM's further ones, under their names; for a field that is not here see `other_fields.py`. Null is
+the same as absent. These classes are the OpenAPI schema, too, so a limit is written here if it can be.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypeAliasType
 
 from teachllm.server.openai.messages import STRICT, Messages, Tool, ToolChoice
+from teachllm.server.openai.other_fields import check_other_fields
 
 MAX_N = 128
 _INT32 = 2**31 - 1
@@ -28,11 +38,17 @@ def _all_whole(value: object) -> object:
     return [_whole(each) for each in value] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("0 would leave nothing of the prompt")
+    return value
+
+
 _WHOLE, _ALL_WHOLE = BeforeValidator(_whole), BeforeValidator(_all_whole)
 # The upper limits of these depend on the model: `openapi.py` fills them in once it is loaded.
 TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0, le=_INT32)])
 MaxTokens = TypeAliasType("MaxTokens", Annotated[int, Field(ge=1, le=_INT32), _WHOLE])
-NumLogprobs = TypeAliasType("NumLogprobs", Annotated[int, Field(ge=0, le=_INT32), _WHOLE])
+NumLogprobs = TypeAliasType("NumLogprobs", Annotated[int, Field(ge=-1, le=_INT32), _WHOLE])  # -1: the whole vocabulary
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), _ALL_WHOLE]
 Text = Annotated[str, StringConstraints(min_length=1)]
@@ -107,10 +123,21 @@ class StructuredOutputs(BaseModel):
     structural_tag: Text | None = None
 
 
-class Sampling(BaseModel):
-    """What both kinds of completion share."""
+class RequestBody(BaseModel):
+    """A body whose other fields are looked at, too: what would change the answer is not ignored."""
 
     model_config = STRICT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _look_at_others(cls, content: Any) -> Any:
+        check_other_fields(content, frozenset(cls.model_fields))
+        return content
+
+
+class Sampling(RequestBody):
+    """What both kinds of completion share."""
+
     model: Text | None = Field(None, description="One of those that /v1/models lists; the first if absent.")
     n: Annotated[int, Field(ge=1, le=MAX_N), _WHOLE] | None = Field(None, description="Completions of each prompt.")
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -124,7 +151,7 @@ class Sampling(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), _WHOLE] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_INT32), _WHOLE] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=128, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), _ALL_WHOLE] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True), _ALL_WHOLE] | None = None
     ignore_eos: bool | None = None
     bad_words: Annotated[list[Text], Field(max_length=1024, fail_fast=True)] | None = None
     allowed_token_ids: TokenIds | None = None
@@ -140,6 +167,10 @@ class Sampling(BaseModel):
         None, description="Cached prompts are shared only between requests of the same salt."
     )
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description='Log-probabilities name tokens "token_id:17".')
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32), AfterValidator(_not_zero), _WHOLE] | None = Field(
+        None, description="The prompt's last so many tokens count; -1: as many as fit."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -169,6 +200,14 @@ class ChatOptions(BaseModel):
     messages: Messages
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="The answer goes on with the last message.")
+    add_special_tokens: bool | None = Field(None, description="Around what the template makes, too.")
+    documents: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = Field(
+        None, description="For templates that know of them."
+    )
+    reasoning_effort: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
+        None, description="For templates that know of it."
+    )
     chat_template: Text | None = Field(None, description="Jinja; needs --trust-request-chat-template.")
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -176,6 +215,7 @@ class ChatOptions(BaseModel):
 class ChatCompletionRequest(Sampling, ChatOptions):
     """The body of /v1/chat/completions."""
 
+    echo: bool | None = Field(None, description="The answer begins with the last message, if that is the assistant's.")
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
@@ -184,35 +224,31 @@ class ChatCompletionRequest(Sampling, ChatOptions):
     parallel_tool_calls: bool | None = None
 
 
-class TokenizeTextRequest(BaseModel):
-    model_config = STRICT
+class TokenizeTextRequest(RequestBody):
     model: Text | None = None
     prompt: str
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
-class TokenizeChatRequest(ChatOptions):
-    model_config = STRICT
+class TokenizeChatRequest(RequestBody, ChatOptions):
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32), AfterValidator(_not_zero), _WHOLE] | None = None
     model: Text | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = STRICT
+class DetokenizeRequest(RequestBody):
     model: Text | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True), _ALL_WHOLE]
 
 
-class LoadLoraRequest(BaseModel):
-    model_config = STRICT
+class LoadLoraRequest(RequestBody):
     lora_name: Text
     lora_path: Text
     base_model_name: Text | None = None
     load_inplace: bool | None = None
 
 
-class UnloadLoraRequest(BaseModel):
-    model_config = STRICT
+class UnloadLoraRequest(RequestBody):
     lora_name: Text
     lora_int_id: Annotated[int, Field(ge=1, le=_INT32), _WHOLE] | None = None

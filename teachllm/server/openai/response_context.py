@@ -33,13 +33,13 @@ class ResponseContext:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of(cls, id: str, model: str, request: Sampling) -> ResponseContext:
+    def of(cls, id: str, model: str, request: Sampling, force_include_usage: bool = False) -> ResponseContext:
         options = request.stream_options
         return cls(
             id=id,
             model=model,
             n=request.n or 1,
-            include_usage=bool(options and options.include_usage),
+            include_usage=force_include_usage or bool(options and options.include_usage),
             continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
             return_token_ids=bool(request.return_token_ids),
             wants_prompt_logprobs=request.prompt_logprobs is not None,

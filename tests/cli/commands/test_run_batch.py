@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from teachllm.engine.async_llm import AsyncLLM
+from teachllm.server.openai.batches.batch_file import locked
 from tests.server.fake_engine import FakeEngineClient
 
 CHAT = "/v1/chat/completions"
@@ -217,3 +218,14 @@ def test_the_model_that_comes_with_the_package_answers_a_batch(batch, monkeypatc
     body = answers[0]["response"]["body"]
     assert "key" in body["choices"][0]["message"]["content"].lower()
     assert body["usage"]["completion_tokens"] == 12
+
+
+def test_two_batches_at_once_do_not_write_one_output(teachllm, engine: Engine, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(line("a"))
+    with locked(output):
+        result = teachllm("run-batch", "-i", str(source), "-o", str(output))
+        assert result.exit_code == 1 and "another run-batch is writing it" in result.output
+        assert not output.exists()
+    assert teachllm("run-batch", "-i", str(source), "-o", str(output)).exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]

@@ -1,4 +1,4 @@
-"""`teachllm serve`: what it refuses, and that its flags reach the server."""
+"""`teachllm serve`: what its flags make of a server, vLLM's among them."""
 
 from __future__ import annotations
 
@@ -9,57 +9,76 @@ from typing import Any
 
 import pytest
 
+from teachllm.config import EngineConfig
 from teachllm.server import lifecycle
+from teachllm.server.options import ServerOptions
 
 
 @pytest.fixture(autouse=True)
-def what_belongs_to_the_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command takes it over; the tests need it afterwards."""
-    monkeypatch.setattr(lifecycle.log, "set_up", lambda *_: None)
-    monkeypatch.setattr(lifecycle.sys, "setswitchinterval", lambda seconds: None)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def signals() -> Iterator[None]:
+    """The command handles them until the server does."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    for number, handler in before.items():
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def options(teachllm, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the command with these flags, without a server; returns the server's options."""
+    found: list[ServerOptions] = []
+
+    def serve(config: EngineConfig, given: ServerOptions) -> int:
+        found.append(given)
+        return 0
+
+    monkeypatch.setattr(lifecycle, "serve", serve)
+
+    def run(*flags: str) -> ServerOptions:
+        result = teachllm("serve", *flags)
+        assert result.exit_code == 0, result.output
+        return found[-1]
+
+    return run
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("flags", "expected"),
     [
-        (("--block-size", "0"), "block_size=0"),
-        (("--enable-auto-tool-choice",), "--tool-call-parser"),
-        (("--tool-call-parser", "nobody's"), "hermes"),
-        (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1"),
-        (("teachlm", "--model", "other"), "give one"),
-        (("--chat-template", "no-such-file"), "no-such-file"),
-        (("--ssl-keyfile", "no-such-file"), "no-such-file"),
+        ("--uds /tmp/a.sock", {"uds": "/tmp/a.sock"}),
+        ("--api-key one --api-key other", {"api_keys": ("one", "other")}),
+        ("--allowed-hosts a.example --allowed-hosts b.example", {"allowed_hosts": ("a.example", "b.example")}),
+        ("--enable-force-include-usage", {"force_include_usage": True}),
+        ("--disable-log-requests", {"log_requests": False}),
+        ("--no-log-requests", {"log_requests": False}),
+        ("--enable-request-id-headers", {}),
+        ("--root-path /a", {"root_path": "/a"}),
+        ("--max-request-bytes 5", {"max_request_bytes": 5}),
+        ("--ssl-cert-reqs 2 --ssl-ciphers ECDHE", {"ssl_cert_reqs": 2, "ssl_ciphers": "ECDHE"}),
+        ('--default-chat-template-kwargs {"a":1}', {"default_chat_template_kwargs": {"a": 1}}),
     ],
 )
-def test_what_is_refused_is_one_line_and_exit_code_1(
-    teachllm, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
-) -> None:
-    monkeypatch.setattr(lifecycle, "start_engine", lambda *_, **__: pytest.fail("a model was loaded"))
-    result = teachllm("serve", "--port", "0", *arguments)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and said in result.stderr
+def test_flags_become_options(options: Any, flags: str, expected: dict[str, Any]) -> None:
+    assert options(*flags.split()) == ServerOptions(**expected)
 
 
-def test_the_model_that_is_typed_wins_over_the_one_in_a_file(teachllm, monkeypatch, tmp_path: Path) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(lifecycle, "serve", lambda config, options: given.append((config, options)) or 0)
-    (tmp_path / "flags.yaml").write_text("model: from/file\nserved-model-name: a\n", encoding="utf-8")
-    for typed in (("some/model",), ("--model", "some/model")):
-        assert teachllm("serve", *typed, "--config", str(tmp_path / "flags.yaml")).exit_code == 0
-    assert [(config.model, options.served_model_names) for config, options in given] == [("some/model", ("a",))] * 2
+def test_certificates_of_clients_are_options_too(options: Any, tmp_path: Path) -> None:
+    for name in ("key", "cert", "ca"):
+        (tmp_path / name).touch()
+    flags = [f"--ssl-keyfile={tmp_path / 'key'}", f"--ssl-certfile={tmp_path / 'cert'}"]
+    found = options(*flags, f"--ssl-ca-certs={tmp_path / 'ca'}")
+    assert (found.ssl_keyfile, found.ssl_certfile) == (str(tmp_path / "key"), str(tmp_path / "cert"))
+    assert found.ssl_ca_certs == str(tmp_path / "ca")
 
 
-def test_flags_and_variables_reach_the_engine_and_the_server(teachllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(lifecycle, "serve", lambda config, options: given.append((config, options)) or 3)
-    monkeypatch.setenv("TEACHLLM_API_KEY", "one two")
-    names = ("--served-model-name", "a", "--served-model-name", "b")
-    result = teachllm("serve", "some/model", "--seed", "5", "--max-num-seqs", "4", *names, "--root-path", "/llm")
-    [(config, options)] = given
-    assert result.exit_code == 3
-    assert (config.model, config.seed, config.max_num_seqs) == ("some/model", 5, 4)
-    assert (options.api_keys, options.served_model_names, options.root_path) == (("one", "two"), ("a", "b"), "/llm")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--chat-template", "{% if %}"), "the chat template is no Jinja: line 1"),
+        (("--default-chat-template-kwargs", "[1]"), "is JSON, but no object"),
+        (("--ssl-ca-certs", "/nowhere"), "ssl_ca_certs=/nowhere: there is no such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_model_is_loaded(teachllm, flags: tuple[str, str], message: str) -> None:
+    result = teachllm("serve", *flags)
+    assert result.exit_code == 1 and message in result.output

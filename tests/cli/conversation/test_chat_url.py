@@ -37,13 +37,13 @@ class Asked:
 
     def __init__(self, engine_client: FakeEngineClient) -> None:
         self.engine_client, self.conversations = engine_client, []
-        template = engine_client.tokenizer.apply_chat_template
+        template = engine_client.tokenizer.render_chat_template
 
-        def remember(messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        def remember(messages: list[dict[str, Any]], **options: Any) -> str:
             self.conversations.append([(message["role"], message["content"]) for message in messages])
             return template(messages, **options)
 
-        engine_client.tokenizer.apply_chat_template = remember
+        engine_client.tokenizer.render_chat_template = remember
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from teachllm.engine.llm_engine import Engine, EngineDeadError
 from teachllm.engine.processes.core_messages import Died, Ready, Refused, decode_from_core, encode
 from teachllm.models.model_config import load_model_config
 from teachllm.trace.reader import read_trace
+from tests.engine.processes.failing_traces import make_steps_fail
 from tests.engine.streams import all_hear_that
 from tests.processes import children, open_files
 from tests.thorough import THOROUGH
@@ -214,11 +215,22 @@ def test_a_trace_comes_across_and_is_written_there(tmp_path: Path) -> None:
     assert read_trace(path).lines[-1]["event"] == "step"
 
 
-def test_a_step_that_fails_is_told_once_and_many_in_a_row_end_the_process() -> None:
+def test_a_full_disk_ends_the_trace_and_not_the_requests(caplog: pytest.LogCaptureFixture) -> None:
     full = Path("/dev/full")  # every write fails
     if not full.exists():
         pytest.skip("needs /dev/full")
     with closing(make_remote(trace_path=str(full))) as engine:
+        output = engine.add_request("a", random_ids(4), GREEDY)
+        drain(engine)
+    assert output.outputs[0].finish_reason == "length"
+    assert caplog.text.count("the trace ends here: /dev/full cannot be written: No space left") == 1
+
+
+def test_a_step_that_fails_is_told_once_and_many_in_a_row_end_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_steps_fail(monkeypatch)
+    with closing(make_remote(trace_path=str(tmp_path / "run.jsonl"))) as engine:
         engine.add_request("a", random_ids(4), LONG)
         with pytest.raises(RuntimeError, match="No space left"):
             for _ in range(100):

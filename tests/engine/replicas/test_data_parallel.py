@@ -31,6 +31,7 @@ from teachllm.engine.replicas.data_parallel import Balance, least_loaded
 from teachllm.engine.replicas.replica import replica_config, replica_devices
 from teachllm.trace.reader import read_trace
 from teachllm_lessons.helpers.lesson_12 import CHOOSE_REPLICA
+from tests.engine.processes.failing_traces import make_steps_fail
 from tests.engine.reference import reference
 from tests.processes import children, is_gone, open_files
 from tests.thorough import THOROUGH
@@ -283,8 +284,10 @@ def test_replicas_in_processes_give_the_tokens_of_one_and_when_one_ends_all_hear
     assert ended(llm)[victim] == (-signal.SIGKILL if is_killed else 1) and ended(llm)[1 - victim] == 0
 
 
-def test_a_step_that_fails_at_one_replica_ends_its_own_requests_alone(tmp_path: Path) -> None:
-    (tmp_path / "run-1.jsonl").symlink_to("/dev/full")  # every write fails
+def test_a_step_that_fails_at_one_replica_ends_its_own_requests_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_steps_fail(monkeypatch, "run-1.jsonl")
 
     async def answer(llm: AsyncLLM, seed: int) -> int:
         num_tokens = 0

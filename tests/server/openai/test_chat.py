@@ -156,7 +156,8 @@ def test_content_in_parts_and_answers_of_tools_are_understood(server: Server) ->
     [
         ({"messages": []}, 400, "messages"),
         ({"messages": None}, 400, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "wizard"),
+        ({"messages": [{"role": "", "content": "x"}]}, 400, "role"),
+        ({"messages": [{"role": "x" * 65, "content": "x"}]}, 400, "role"),
         ({"messages": [{"role": "user"}]}, 400, "content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
         ({"model": "gpt"}, 404, "gpt"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from teachllm import LLM, SamplingParams
 from teachllm.outputs import CompletionOutput, Logprob, RequestOutput
 from teachllm.server.openai.completion_answer import CompletionAnswer, CompletionPrompt
+from teachllm.server.openai.logprobs import TokenStyle
 from teachllm.server.openai.protocol import CompletionRequest
 from teachllm.server.openai.response_context import ResponseContext
 from tests.server.fake_engine import Server, error_of
@@ -73,10 +75,11 @@ def test_what_ended_before_its_prompt_was_scored_has_nulls_in_place_of_scores() 
             CompletionPrompt([5, 6, 7], "abc"),
         ],
         str,
+        TokenStyle(),
         echo=True,
         wants_logprobs=True,
     )
-    [choice] = json.loads(answer.whole([output]))["choices"]
+    [choice] = json.loads(asyncio.run(answer.whole([output])))["choices"]
     assert choice["text"] == "abc" and choice["finish_reason"] == "abort"
     assert choice["logprobs"]["token_logprobs"] == [None, -0.5, None]
 
@@ -154,7 +157,7 @@ def test_every_parameter_reaches_the_sampler(server: Server, llm: LLM) -> None:
 def test_null_is_the_same_as_absent_and_unknown_fields_are_ignored(server: Server) -> None:
     names = ("model", "n", "max_tokens", "top_p", "stop", "logprobs", "echo", "suffix", "stream", "user", "top_k")
     plain = {"prompt": PROMPTS[0], "seed": 5}
-    request = plain | {"best_of": 3, "whatever": {"a": []}} | dict.fromkeys(names)
+    request = plain | {"best_of": 1, "whatever": {"a": []}} | dict.fromkeys(names)
     assert server.post(PATH, request).json()["choices"] == server.post(PATH, plain).json()["choices"]
     assert server.post(PATH, {"prompt": PROMPTS[0], "n": 2.0}).status_code == 200
 

@@ -22,7 +22,9 @@ CHAT = "/v1/chat/completions"
 def begin(server: Server, content: dict[str, Any], path: str = PATH) -> socket.socket:
     """Sends a request and does not read the answer."""
     body = json.dumps(content).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_SECONDS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.sendall(head.encode() + body)

@@ -269,7 +269,7 @@ def refused(client: OpenAI, kind: type[openai.APIStatusError], path: str, conten
     [
         ("temperature", {"prompt": "a", "temperature": -1}),
         ("prompt", {}),
-        ("messages", {"messages": [{"role": "nobody", "content": "a"}]}),
+        ("messages", {"messages": [{"role": 7, "content": "a"}]}),
         ("tool_choice", {"messages": QUESTION, "tool_choice": "required"}),
     ],
 )

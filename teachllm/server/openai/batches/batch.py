@@ -87,7 +87,7 @@ class LocalServer:
         from teachllm.engine.async_llm import AsyncLLM
 
         limits: dict[str, Any] = {"max_request_bytes": _NO_LIMIT, "max_queued_requests": _NO_LIMIT}
-        given = ServerOptions(log_requests=False, **limits, **options)
+        given = ServerOptions(log_requests=False, allowed_hosts=("*",), **limits, **options)
         if given.tool_call_parser is not None:
             from teachllm.server.openai.tool_parsers import tool_parser
 

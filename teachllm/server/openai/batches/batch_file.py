@@ -10,6 +10,8 @@ whole, so that an output says by itself what is left to do.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Set
@@ -68,6 +70,33 @@ class BatchPlan:
     @property
     def num_lines(self) -> int:
         return len(self.offsets) + len(self.refusals) + self.num_before
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other batches from writing this file meanwhile; its lock is a hidden file beside it.
+
+    Raises:
+        ValueError: another one is writing it.
+    """
+    real = path.resolve()
+    lock = real.with_name(f".{real.name}.lock")
+    with contextlib.ExitStack() as stack:
+        is_ours = False
+        while not is_ours:
+            file = stack.enter_context(lock.open("wb"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"{path}: another run-batch is writing it: wait for that one, or choose another file"
+                ) from None
+            # The last owner may have removed it after it was opened here.
+            is_ours = lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat())
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def make_plan(source: BinaryIO, answered: Set[str] = frozenset()) -> BatchPlan:

@@ -26,8 +26,6 @@ T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]  # pauses until there is more text, in the end returns T
 Sink: TypeAlias = Callable[[str, str], None]  # gets a piece of text as it was written, and as JSON wants it
 
-MAX_DEPTH = 64  # of brackets in brackets; some clients cannot read more
-
 _SPACES = re.compile(r"[ \t\n\r]*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _IN_SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
@@ -129,24 +127,29 @@ class JsonReader:
 
     # -- values --------------------------------------------------------------------------------------------
 
-    def value(self, depth: int = 0) -> Reading[None]:
-        """One value of any kind."""
-        char = yield from self.token()
-        is_first = True
-        if depth > MAX_DEPTH:
-            raise NotJson
-        if char == "{":
-            while (yield from self.key(is_first)) is not None:
-                yield from self.value(depth + 1)
+    def value(self) -> Reading[None]:
+        """One value of any kind, however deep."""
+        brackets: list[str] = []  # that are open
+        while True:
+            char = yield from self.token()
+            is_first = char in ("{", "[")
+            if is_first:
+                brackets.append(char)
+            elif char == '"':
+                yield from self.string()
+            elif not _SCALAR.fullmatch((yield from self.run(_IN_SCALAR))):
+                raise NotJson
+            while brackets and not (yield from self._has_value(brackets[-1], is_first)):
+                brackets.pop()
                 is_first = False
-        elif char == "[":
-            while (yield from self._has_more("[]", is_first)):
-                yield from self.value(depth + 1)
-                is_first = False
-        elif char == '"':
-            yield from self.string()
-        elif not _SCALAR.fullmatch((yield from self.run(_IN_SCALAR))):
-            raise NotJson
+            if not brackets:
+                return
+
+    def _has_value(self, bracket: str, is_first: bool) -> Reading[bool]:
+        """Does another value follow inside of this bracket? Takes all that stands before it, or the closing bracket."""
+        if bracket == "[":
+            return (yield from self._has_more("[]", is_first))
+        return (yield from self.key(is_first)) is not None
 
     def key(self, is_first: bool) -> Reading[str | None]:
         """The next key of an object, with the brace or comma before it and the colon after it.

@@ -1,0 +1,147 @@
+"""TextWorkers: the API process's end of the processes in which strangers' texts are processed (`text_process.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from teachllm.config import EngineConfig
+from teachllm.engine.processes.text_process import KILL, LENGTH_BYTES, TextJob, TextResult, TextStart, encode
+from teachllm.models.checkpoint import find_folder
+from teachllm.worker.processes.child import start_child
+
+MAX_WORKERS = 4
+LARGE = 1 << 16  # bytes of text from which on a job is large: one worker is kept from those
+_CPU_SECONDS = 5  # that any job may take
+_BYTES_PER_SECOND = 100_000  # of text, for more time; a slow tokenizer on a slow machine does as many
+_NUM_BYTES = 256 << 20  # of memory that any job may take
+_BYTES_PER_BYTE = 1024  # of memory, for each of text beyond that
+
+
+class TextLimitError(ValueError):
+    """A text took more time or memory than it may."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    pid: int
+
+
+class TextWorkers:
+    """Some processes that have a tokenizer. Belongs to one event loop, but for `start` and `close`."""
+
+    def __init__(self, control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        self._control, self._process = control, process
+        self._idle: list[_Worker] = []
+        self._turns = asyncio.Semaphore(MAX_WORKERS)
+        self._turns_of_large = asyncio.Semaphore(MAX_WORKERS - 1)
+
+    @classmethod
+    def start(cls, config: EngineConfig) -> TextWorkers:
+        """Starts a process with the tokenizer of a model; returns while it loads.
+
+        Raises:
+            ValueError: there is no such model.
+        """
+        folder = find_folder(config.model, config.revision, config.load_format, config.trust_remote_code)
+        ours, its = socket.socketpair()
+        with its:
+            process = start_child("teachllm.engine.processes.text_process", str(its.fileno()), pass_fds=(its.fileno(),))
+        ours.sendall(_frame(TextStart(config, str(folder))))
+        return cls(ours, process)
+
+    def wait_until_loaded(self) -> None:
+        """Return when the tokenizer is there.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        with self._control.makefile("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            _value(msgspec.msgpack.decode(file.read(length), type=TextResult))
+
+    async def run(self, name: str, arguments: bytes) -> Any:
+        """Run a job of `text_jobs.py`. Cancelled, it ends at once, wherever it is.
+
+        Args:
+            arguments: as MessagePack; the more there is of it, the longer it may take.
+
+        Raises:
+            ValueError: the text is refused, or takes too long.
+        """
+        if len(arguments) < LARGE:
+            return await self._run(name, arguments)
+        async with self._turns_of_large:
+            return await self._run(name, arguments)
+
+    async def _run(self, name: str, arguments: bytes) -> Any:
+        seconds = _CPU_SECONDS + len(arguments) // _BYTES_PER_SECOND
+        num_bytes = _NUM_BYTES + len(arguments) * _BYTES_PER_BYTE
+        async with self._turns:
+            worker = self._idle.pop() if self._idle else await self._fork()
+            is_done = False
+            try:
+                worker.writer.write(_frame(TextJob(name, msgspec.Raw(arguments), seconds, num_bytes)))
+                await worker.writer.drain()
+                result = await _receive(worker.reader)
+                is_done = True
+            except (ConnectionError, EOFError):
+                raise TextLimitError(
+                    f"processing the text took more than {seconds} seconds of CPU time or {num_bytes >> 20} MiB: "
+                    "shorten it, or if it is short, look what the chat template does"
+                ) from None
+            finally:
+                if is_done and len(arguments) < LARGE:
+                    self._idle.append(worker)
+                else:  # with a large one's memory
+                    self._end(worker)
+            return _value(result)
+
+    async def _fork(self) -> _Worker:
+        ours, its = socket.socketpair()
+        with its:
+            socket.send_fds(self._control, [bytes(LENGTH_BYTES)], [its.fileno()])
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            return _Worker(reader, writer, _value(await _receive(reader)))
+        except BaseException:
+            writer.close()
+            raise
+
+    def _end(self, worker: _Worker) -> None:
+        worker.writer.close()
+        with contextlib.suppress(OSError):
+            self._control.sendall(KILL + worker.pid.to_bytes(LENGTH_BYTES - len(KILL), "little"))
+
+    def close(self) -> None:
+        """Ends the processes; jobs under way end, too."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # which the workers notice
+
+
+def _frame(content: msgspec.Struct) -> bytes:
+    data = encode(content)
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+async def _receive(reader: asyncio.StreamReader) -> TextResult:
+    length = await reader.readexactly(LENGTH_BYTES)
+    data = await reader.readexactly(int.from_bytes(length, "little"))
+    return msgspec.msgpack.decode(data, type=TextResult)
+
+
+def _value(result: TextResult) -> Any:
+    if result.error is not None:
+        raise ValueError(result.error)
+    return result.value
