@@ -7,7 +7,9 @@ without such processes a thread does it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -25,8 +27,21 @@ class Workers(Protocol):
     async def run(self, name: str, arguments: bytes) -> Any: ...
 
 
+@dataclass(frozen=True, slots=True)
+class TextWork:
+    """A job with the texts of a request.
+
+    Attributes:
+        is_short: `now` does it before others notice. Else `later` does it, and is waited for.
+    """
+
+    is_short: bool
+    now: Callable[[], Any]
+    later: Callable[[], Coroutine[Any, Any, Any]]
+
+
 class TextService:
-    """From texts to token ids and back.
+    """From texts to token ids and back. What each method returns is still to be done.
 
     Args:
         workers: None: there are no processes for this.
@@ -35,16 +50,12 @@ class TextService:
     def __init__(self, tokenizer: Tokenizer, workers: Workers | None = None) -> None:
         self._tokenizer, self._workers = tokenizer, workers
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of some texts.
-
-        Raises:
-            ValueError: one cannot be tokenized.
-        """
+    def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> TextWork:
+        """Token ids of some texts."""
         arguments = {"texts": list(texts), "add_special_tokens": add_special_tokens}
-        return await self._run("encode", arguments, is_short=sum(map(len, texts)) <= MAX_INLINE)
+        return self._work("encode", arguments, is_short=sum(map(len, texts)) <= MAX_INLINE)
 
-    async def chat(
+    def chat(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
@@ -52,16 +63,13 @@ class TextService:
         variables: dict[str, Any],
         add_special_tokens: bool,
         max_num_tokens: int,
-    ) -> list[int]:
+    ) -> TextWork:
         """Token ids of a conversation.
 
         Args:
             chat_template: None: the checkpoint's.
             variables: of the template, or options of `render_chat_template`.
             max_num_tokens: a text that cannot have so few is refused without being tokenized.
-
-        Raises:
-            ValueError: there is no template, it fails or takes too long, or its text is refused.
         """
         arguments = {
             "messages": messages,
@@ -71,22 +79,23 @@ class TextService:
             "add_special_tokens": add_special_tokens,
             "max_num_tokens": max_num_tokens,
         }
-        return await self._run("chat", arguments, is_short=False)
+        return self._work("chat", arguments, is_short=False)
 
-    async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+    def decode(self, prompts: Sequence[Sequence[int]]) -> TextWork:
         """The texts of some sequences of ids, special tokens included."""
-        return await self._run("decode", {"prompts": prompts}, is_short=sum(map(len, prompts)) <= MAX_INLINE)
+        return self._work("decode", {"prompts": prompts}, is_short=sum(map(len, prompts)) <= MAX_INLINE)
 
-    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+    def token_texts(self, token_ids: Sequence[int]) -> TextWork:
         """The text of each id alone."""
-        return await self._run("token_texts", {"token_ids": token_ids}, is_short=len(token_ids) <= _MAX_INLINE_TOKENS)
+        return self._work("token_texts", {"token_ids": token_ids}, is_short=len(token_ids) <= _MAX_INLINE_TOKENS)
 
-    async def _run(self, name: str, arguments: dict[str, Any], is_short: bool) -> Any:
-        if is_short:
-            return run_text_job(self._tokenizer, name, arguments)
-        packed = msgspec.msgpack.encode(arguments)
-        if self._workers is not None:
-            return await self._workers.run(name, packed)
-        if len(packed) <= MAX_INLINE:
-            return run_text_job(self._tokenizer, name, arguments)
-        return await asyncio.to_thread(run_text_job, self._tokenizer, name, arguments)
+    def _work(self, name: str, arguments: dict[str, Any], is_short: bool) -> TextWork:
+        now = partial(run_text_job, self._tokenizer, name, arguments)
+
+        async def later() -> Any:
+            packed = msgspec.msgpack.encode(arguments)
+            if self._workers is not None:
+                return await self._workers.run(name, packed)
+            return now() if len(packed) <= MAX_INLINE else await asyncio.to_thread(now)
+
+        return TextWork(is_short, now, later)

@@ -43,7 +43,7 @@ async def create_completion(service: Service, http: Request) -> Response:
     _check(request)
     refuse_unbuilt(request)
     service.check_fits(_num_prompts(request) * (request.n or 1))
-    prompts = await prepared(http, "prompt", _prompts(service, request))
+    prompts = await _prompts(service, http, request)
     asked, recommended = request.max_tokens, engine.generation_defaults
     usual = min(_DEFAULT_MAX_TOKENS, recommended.get("max_tokens", _DEFAULT_MAX_TOKENS))
     jobs = []
@@ -95,7 +95,7 @@ def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
     return request.prompt_logprobs
 
 
-async def _prompts(service: Service, request: CompletionRequest) -> list[CompletionPrompt]:
+async def _prompts(service: Service, http: Request, request: CompletionRequest) -> list[CompletionPrompt]:
     given = request.prompt
     is_one = isinstance(given, str) or isinstance(given[0], int)
     texts_or_ids: list[Any] = [given] if is_one else list(given)
@@ -103,7 +103,8 @@ async def _prompts(service: Service, request: CompletionRequest) -> list[Complet
     if isinstance(texts_or_ids[0], str):
         for each in texts_or_ids:
             service.check_text(each, "prompt")
-        encoded = await service.text.encode(texts_or_ids, request.add_special_tokens is not False)
+        encoding = service.text.encode(texts_or_ids, request.add_special_tokens is not False)
+        encoded = await prepared(http, "prompt", encoding)
         kept = [truncated(token_ids, most, max_model_len) for token_ids in encoded]
         if not request.echo or kept == encoded:
             return list(map(CompletionPrompt, kept, texts_or_ids))
@@ -111,5 +112,5 @@ async def _prompts(service: Service, request: CompletionRequest) -> list[Complet
         kept = [truncated(token_ids, most, max_model_len) for token_ids in texts_or_ids]
     for token_ids in kept:
         check_length(len(token_ids), None, max_model_len, "prompt")
-    texts = await service.text.decode(kept) if request.echo else [""] * len(kept)
+    texts = await prepared(http, "prompt", service.text.decode(kept)) if request.echo else [""] * len(kept)
     return list(map(CompletionPrompt, kept, texts))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from starlette.requests import Request
 
@@ -12,14 +12,15 @@ from teachllm.server.http.sse import while_connected
 from teachllm.server.openai.messages import AssistantMessage, Message, Tool
 from teachllm.server.openai.protocol import ChatOptions
 from teachllm.server.service import Service
+from teachllm.server.text_service import TextWork
 
-T = TypeVar("T")
 # Arguments of `render_chat_template` that are not the template's variables.
 _NOT_VARIABLES = {"self", "messages", "tools", "chat_template", "continue_final_message"}
 
 
-async def prepared(http: Request, param: str, work: Coroutine[Any, Any, T]) -> T:
-    """What work with a request's texts gives; it is cancelled when the client leaves.
+async def prepared(http: Request, param: str, work: TextWork) -> Any:
+    """What work with a request's texts gives. Others wait for a short one; a long one is cancelled when the client
+    leaves.
 
     Args:
         param: the field that the text is in.
@@ -28,7 +29,7 @@ async def prepared(http: Request, param: str, work: Coroutine[Any, Any, T]) -> T
         ApiError: 400, the text is refused, or nobody waits for the answer.
     """
     with refused_as(param):
-        return await while_connected(http, work)
+        return work.now() if work.is_short else await while_connected(http, work.later())
 
 
 async def chat_prompt(
@@ -77,7 +78,7 @@ async def chat_prompt(
         bool(request.add_special_tokens),
         service.max_model_len,
     )
-    token_ids = await prepared(http, "messages", work)
+    token_ids: list[int] = await prepared(http, "messages", work)
     return truncated(token_ids, most, service.max_model_len)
 
 
