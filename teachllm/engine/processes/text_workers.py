@@ -14,7 +14,7 @@ import msgspec
 from teachllm.config import EngineConfig
 from teachllm.engine.processes.text_process import KILL, LENGTH_BYTES, TextJob, TextResult, TextStart, encode
 from teachllm.models.checkpoint import find_folder
-from teachllm.worker.processes.child import start_child
+from teachllm.worker.processes.child import how_it_ended, start_child
 
 MAX_WORKERS = 4
 LARGE = 1 << 16  # bytes of text from which on a job is large: one worker is kept from those
@@ -63,9 +63,12 @@ class TextWorkers:
 
         Raises:
             ValueError: it cannot be read.
+            RuntimeError: the process has ended.
         """
         with self._control.makefile("rb") as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if not length:
+                raise RuntimeError(f"the process for texts has ended with {how_it_ended(self._process.wait())}")
             _value(msgspec.msgpack.decode(file.read(length), type=TextResult))
 
     async def run(self, name: str, arguments: bytes) -> Any:
