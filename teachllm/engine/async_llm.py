@@ -23,12 +23,11 @@ from teachllm.engine.engine_thread import EngineThread, Order, carry_out, refuse
 from teachllm.engine.input_processor import PreparedPrompt, Prompt, num_characters
 from teachllm.engine.llm_engine import Engine, TraceSink
 from teachllm.engine.output_stream import OutputStream, RequestStream
+from teachllm.engine.text.text_jobs import MAX_INLINE
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.worker.errors import FailedStepError
-
-_MAX_INLINE = 4096  # characters of one request that are tokenized where it is submitted: about three milliseconds
 
 
 class AsyncLLM(EngineThread):
@@ -144,7 +143,7 @@ class AsyncLLM(EngineThread):
         params, salt = sampling_params or SamplingParams(), options.pop("cache_salt", None)
         prepare = partial(self._engine.inputs.prepare, prompt, params, salt)
         # Neither the engine's thread nor the caller's loop waits for a long text.
-        is_short = num_characters(prompt, params) <= _MAX_INLINE
+        is_short = num_characters(prompt, params) <= MAX_INLINE
         prepared = prepare() if is_short else await asyncio.to_thread(prepare)
         stream = OutputStream(asyncio.get_running_loop())
         added: Future[None] = Future()

@@ -12,11 +12,10 @@ from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler_output import TokenLogprobs
 from teachllm.engine.text.detokenizer import IncrementalDetokenizer, StopMatch
 from teachllm.engine.text.token_texts import TokenTexts
-from teachllm.engine.text.tokenizer import Tokenizer
+from teachllm.engine.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, Tokenizer
 from teachllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that is part of a character
-_CONTEXT = 3  # tokens before it that may be other parts
+_CONTEXT = MAX_TOKENS_PER_CHARACTER - 1  # tokens before one that may be other parts of its character
 
 
 @dataclass(slots=True)
@@ -150,6 +149,6 @@ class OutputProcessor:
             found.setdefault(token_id, Logprob(value, rank))
         if self._tokenizer is not None and decodes:
             for (token_id, logprob), text in zip(found.items(), self._token_texts(list(found)), strict=True):
-                is_part = _REPLACEMENT in text
+                is_part = REPLACEMENT in text
                 logprob.decoded_token = self._tokenizer.token_text_after(before, token_id) if is_part else text
         return found

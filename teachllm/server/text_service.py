@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from teachllm.engine.text.text_jobs import run_text_job
+from teachllm.engine.text.text_jobs import MAX_INLINE, ChatText, run_text_job
 from teachllm.engine.text.tokenizer import Tokenizer
 
-MAX_INLINE = 4096  # characters of a request, or bytes of one, that the event loop tokenizes: about three milliseconds
 _MAX_INLINE_TOKENS = 512  # that it decodes one by one
 
 
@@ -55,31 +54,9 @@ class TextService:
         arguments = {"texts": list(texts), "add_special_tokens": add_special_tokens}
         return self._work("encode", arguments, is_short=sum(map(len, texts)) <= MAX_INLINE)
 
-    def chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        chat_template: str | None,
-        variables: dict[str, Any],
-        add_special_tokens: bool,
-        max_num_tokens: int,
-    ) -> TextWork:
-        """Token ids of a conversation.
-
-        Args:
-            chat_template: None: the checkpoint's.
-            variables: of the template, or options of `render_chat_template`.
-            max_num_tokens: a text that cannot have so few is refused without being tokenized.
-        """
-        arguments = {
-            "messages": messages,
-            "tools": tools,
-            "chat_template": chat_template,
-            "variables": variables,
-            "add_special_tokens": add_special_tokens,
-            "max_num_tokens": max_num_tokens,
-        }
-        return self._work("chat", arguments, is_short=False)
+    def chat(self, chat: ChatText) -> TextWork:
+        """Token ids of a conversation."""
+        return self._work("chat", vars(chat), is_short=False)
 
     def decode(self, prompts: Sequence[Sequence[int]]) -> TextWork:
         """The texts of some sequences of ids, special tokens included."""

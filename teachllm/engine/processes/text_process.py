@@ -151,9 +151,14 @@ def _set_limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
-def _send(connection: socket.socket, content: msgspec.Struct) -> None:
+def frame(content: msgspec.Struct) -> bytes:
+    """Return a message as it travels: its length, and it."""
     data = encode(content)
-    connection.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+def _send(connection: socket.socket, content: msgspec.Struct) -> None:
+    connection.sendall(frame(content))
 
 
 def _receive(connection: socket.socket) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from teachllm.config import EngineConfig
-from teachllm.engine.processes.text_process import KILL, LENGTH_BYTES, TextJob, TextResult, TextStart, encode
+from teachllm.engine.processes.text_process import KILL, LENGTH_BYTES, TextJob, TextResult, TextStart, frame
 from teachllm.models.checkpoint import find_folder
 from teachllm.worker.processes.child import how_it_ended, start_child
 
@@ -55,7 +55,7 @@ class TextWorkers:
         ours, its = socket.socketpair()
         with its:
             process = start_child("teachllm.engine.processes.text_process", str(its.fileno()), pass_fds=(its.fileno(),))
-        ours.sendall(_frame(TextStart(config, str(folder))))
+        ours.sendall(frame(TextStart(config, str(folder))))
         return cls(ours, process)
 
     def wait_until_loaded(self) -> None:
@@ -92,7 +92,7 @@ class TextWorkers:
             worker = self._idle.pop() if self._idle else await self._fork()
             is_done = False
             try:
-                worker.writer.write(_frame(TextJob(name, msgspec.Raw(arguments), seconds, num_bytes)))
+                worker.writer.write(frame(TextJob(name, msgspec.Raw(arguments), seconds, num_bytes)))
                 await worker.writer.drain()
                 result = await _receive(worker.reader)
                 is_done = True
@@ -131,11 +131,6 @@ class TextWorkers:
         self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()  # which the workers notice
-
-
-def _frame(content: msgspec.Struct) -> bytes:
-    data = encode(content)
-    return len(data).to_bytes(LENGTH_BYTES, "little") + data
 
 
 async def _receive(reader: asyncio.StreamReader) -> TextResult:

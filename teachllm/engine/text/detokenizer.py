@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from teachllm.engine.text.stop_strings import stop_strings
-from teachllm.engine.text.tokenizer import Tokenizer
+from teachllm.engine.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, Tokenizer
 from teachllm.sampling_params import SamplingParams
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of bytes that are not (yet) a character
 _NUM_CONTEXT_TOKENS = 6  # prompt tokens decoded along, so that the output's first token keeps its leading space
 _MAX_WINDOW = 32  # tokens without a whole character at their end before the window is cut inside
-_MAX_TOKENS_PER_CHARACTER = 4  # a UTF-8 character has at most 4 bytes, and a token at least one
 
 
 @dataclass(slots=True, frozen=True)
@@ -111,7 +109,7 @@ class IncrementalDetokenizer:
             return
         self._window.append(token_id)
         text = self._decode(self._window)
-        whole = text.rstrip(_REPLACEMENT)  # replacement characters at the end may be a character in the making
+        whole = text.rstrip(REPLACEMENT)  # replacement characters at the end may be a character in the making
         if len(whole) > self._num_settled:
             self._settled += whole[self._num_settled :]
             self._num_settled = len(whole)
@@ -133,21 +131,21 @@ class IncrementalDetokenizer:
         if literal and self._window[-len(literal) :] == literal:  # the character itself, whole
             self._num_context, self._num_settled = len(self._window), len(self._decode(self._window))
             return
-        for cut in range(min(_MAX_TOKENS_PER_CHARACTER, len(self._window) + 1)):
+        for cut in range(min(MAX_TOKENS_PER_CHARACTER, len(self._window) + 1)):
             self._num_context = len(self._window) - cut
             text = self._decode(self._window[: self._num_context])
-            if not text.endswith(_REPLACEMENT):
+            if not text.endswith(REPLACEMENT):
                 break
         else:  # bytes that are no character
-            self._num_context, text = len(self._window), self._decode(self._window).rstrip(_REPLACEMENT)
+            self._num_context, text = len(self._window), self._decode(self._window).rstrip(REPLACEMENT)
         self._num_settled = len(text)
 
     def _begins_whole(self, ids: list[int], literal: list[int]) -> bool:
         """Return whether the first character is not cut off in front; `literal` are U+FFFD's own ids."""
         if literal and ids[: len(literal)] == literal:
             return True
-        counts = range(1, _MAX_TOKENS_PER_CHARACTER + 1)
-        return any(_REPLACEMENT not in self._decode(ids[:count]) for count in counts)
+        counts = range(1, MAX_TOKENS_PER_CHARACTER + 1)
+        return any(REPLACEMENT not in self._decode(ids[:count]) for count in counts)
 
     def _restart_window(self) -> None:
         """Everything is settled: keep only the last added token or tokens as context for the next."""
@@ -157,7 +155,7 @@ class IncrementalDetokenizer:
 
     def _cut_window(self, text: str) -> None:
         """Settles the front of a window of invalid bytes, so that not even garbage is decoded over and over."""
-        for cut in range(len(self._window) - _MAX_TOKENS_PER_CHARACTER, _MAX_TOKENS_PER_CHARACTER, -1):
+        for cut in range(len(self._window) - MAX_TOKENS_PER_CHARACTER, MAX_TOKENS_PER_CHARACTER, -1):
             front, back = self._window[:cut], self._window[cut:]
             front_text = self._decode(front)
             # Equal only if no character lies across the cut.

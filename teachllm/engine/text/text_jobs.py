@@ -7,9 +7,12 @@ They run where the server wants them to: here and now if they are short, in a th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from teachllm.engine.text.tokenizer import Tokenizer
+
+MAX_INLINE = 4096  # characters of one request that are tokenized where it comes in: about three milliseconds
 
 
 def run_text_job(tokenizer: Tokenizer, name: str, arguments: dict[str, Any]) -> Any:
@@ -25,27 +28,45 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool
     return [tokenizer.encode(text, add_special_tokens) for text in texts]
 
 
-def _chat(
-    tokenizer: Tokenizer,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    chat_template: str | None,
-    variables: dict[str, Any],
-    add_special_tokens: bool,
-    max_num_tokens: int,
-) -> list[int]:
+@dataclass(frozen=True, kw_only=True)
+class ChatText:
+    """A conversation that is to become token ids.
+
+    Attributes:
+        chat_template: None: the checkpoint's.
+        variables: of the template, or options of `render_chat_template`.
+        max_num_tokens: a text that cannot have so few is refused without being tokenized.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    chat_template: str | None
+    variables: dict[str, Any]
+    add_special_tokens: bool
+    max_num_tokens: int
+
+
+def _chat(tokenizer: Tokenizer, **arguments: Any) -> list[int]:
     """Token ids of a conversation. If its template fails, a message without content gets an empty text: most templates
     add the content to other text, and clients send null beside calls of tools.
     """
+    chat = ChatText(**arguments)
+    messages = chat.messages
+
+    def render(conversation: list[dict[str, Any]]) -> str:
+        return tokenizer.render_chat_template(
+            conversation, tools=chat.tools, chat_template=chat.chat_template, **chat.variables
+        )
+
     try:
-        text = tokenizer.render_chat_template(messages, tools=tools, chat_template=chat_template, **variables)
+        text = render(messages)
     except ValueError:
         texts = [message | {"content": ""} if message["content"] is None else message for message in messages]
         if texts == messages:
             raise
-        text = tokenizer.render_chat_template(texts, tools=tools, chat_template=chat_template, **variables)
-    tokenizer.check_length("the conversation", text, max_num_tokens)
-    return tokenizer.encode_rendered(text, add_special_tokens)
+        text = render(texts)
+    tokenizer.check_length("the conversation", text, chat.max_num_tokens)
+    return tokenizer.encode_rendered(text, chat.add_special_tokens)
 
 
 def _decode(tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> list[str]:

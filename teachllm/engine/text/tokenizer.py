@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 # Class names for which transformers reads tokenizer.json unchanged, and those for which it does so if byte-level.
 _READ_AS_IS = ("PreTrainedTokenizer", "TokenizersBackend")
 _READ_AS_IS_IF_BYTE_LEVEL = ("LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Parts of tokenizer.json, each with a value that it may have in any file.
 _PARTS: dict[str, Any] = {"version": "1.0", "added_tokens": []}
 _PARTS |= dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"))
-_MAX_TOKENS_PER_CHARACTER = 4  # a character has at most 4 bytes in UTF-8, and a token at least one
+MAX_TOKENS_PER_CHARACTER = 4  # a character has at most 4 bytes in UTF-8, and a token at least one
 _LONG_TEXT = 4096  # characters, from which on other threads may run meanwhile: of one text `tokenizers` lets none
 _HUB_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "config.json"]
 _HUB_FILES += ["vocab*", "merges.txt", "*.model", "additional_chat_templates/*"]
@@ -150,7 +150,7 @@ class Tokenizer:
         self.special_ids = backend.special_ids
         letter = self.encode("a", add_special_tokens=False)
         self._token_before = letter[-1:]
-        self.replacement_ids = self.encode(f"a{_REPLACEMENT}", add_special_tokens=False)[len(letter) :]
+        self.replacement_ids = self.encode(f"a{REPLACEMENT}", add_special_tokens=False)[len(letter) :]
         self._len_before = len(self.decode(self._token_before, False))
 
     @classmethod
@@ -215,13 +215,13 @@ class Tokenizer:
             before: the ids in front of it; the last three are enough.
         """
         alone = self.token_text(token_id)
-        if _REPLACEMENT not in alone or [token_id] == self.replacement_ids:
+        if REPLACEMENT not in alone or [token_id] == self.replacement_ids:
             return alone
-        for count in range(min(_MAX_TOKENS_PER_CHARACTER - 1, len(before)), -1, -1):
+        for count in range(min(MAX_TOKENS_PER_CHARACTER - 1, len(before)), -1, -1):
             context = [*self._token_before, *before[len(before) - count :]]
-            text = self.decode([*context, token_id], False).rstrip(_REPLACEMENT)
-            if _REPLACEMENT not in text:  # else the context begins inside of a character
-                return text[len(self.decode(context, False).rstrip(_REPLACEMENT)) :]
+            text = self.decode([*context, token_id], False).rstrip(REPLACEMENT)
+            if REPLACEMENT not in text:  # else the context begins inside of a character
+                return text[len(self.decode(context, False).rstrip(REPLACEMENT)) :]
         return alone
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from teachllm.outputs import CompletionOutput, RequestOutput
 from teachllm.server.http.sse import encode, event
 from teachllm.server.openai.generation import usage
-from teachllm.server.openai.logprobs import Entry, TokenStyle, chat_logprobs, in_pieces, prompt_logprobs
+from teachllm.server.openai.logprobs import Entry, TokenStyle, chat_logprobs, in_pieces, whole_prompt_logprobs
 from teachllm.server.openai.response_context import ResponseContext, StreamCursor
 from teachllm.server.openai.tool_text import ToolText
 
@@ -58,8 +58,7 @@ class ChatAnswer:
         answer["usage"] = usage(outputs)
         answer["prompt_logprobs"] = None
         if self._context.wants_prompt_logprobs:
-            scored = output.prompt_logprobs or []
-            answer["prompt_logprobs"] = await in_pieces(scored, lambda first, last: prompt_logprobs(scored[first:last]))
+            answer["prompt_logprobs"] = await whole_prompt_logprobs(output.prompt_logprobs or [])
         answer["prompt_token_ids"] = output.prompt_token_ids if self._context.return_token_ids else None
         return encode(answer)
 

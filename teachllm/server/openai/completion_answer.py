@@ -9,7 +9,7 @@ from typing import Any
 from teachllm.outputs import CompletionOutput, RequestOutput
 from teachllm.server.http.sse import encode, event
 from teachllm.server.openai.generation import usage
-from teachllm.server.openai.logprobs import CompletionLogprobs, TokenStyle, in_pieces, prompt_logprobs
+from teachllm.server.openai.logprobs import CompletionLogprobs, TokenStyle, in_pieces, whole_prompt_logprobs
 from teachllm.server.openai.response_context import ResponseContext, StreamCursor
 
 _KIND = "text_completion"
@@ -87,8 +87,7 @@ class CompletionAnswer:
             top = await in_pieces(entries, top_logprobs)
             choice["logprobs"] = {**lists, "top_logprobs": top}
         if self._context.wants_prompt_logprobs:
-            scored = output.prompt_logprobs or []
-            choice["prompt_logprobs"] = await in_pieces(scored, lambda first, last: prompt_logprobs(scored[first:last]))
+            choice["prompt_logprobs"] = await whole_prompt_logprobs(output.prompt_logprobs or [])
         return choice
 
     def chunk(self, index: int, output: RequestOutput) -> bytes:

@@ -134,5 +134,10 @@ async def in_pieces(entries: Sequence[Entry | None], lay_out: Callable[[int, int
     return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
 
 
+async def whole_prompt_logprobs(entries: Sequence[Entry | None]) -> msgspec.Raw:
+    """Those of a whole prompt as JSON, in pieces."""
+    return await in_pieces(entries, lambda first, last: prompt_logprobs(entries[first:last]))
+
+
 def finite(logprob: float) -> float:
     return logprob if logprob > _LEAST else _LEAST

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from teachllm.engine.text.text_jobs import ChatText
 from teachllm.server.http.errors import ApiError, refused_as
 from teachllm.server.http.sse import while_connected
 from teachllm.server.openai.messages import AssistantMessage, Message, Tool
@@ -70,15 +71,15 @@ async def chat_prompt(
     for name in ("documents", "reasoning_effort"):
         if (value := getattr(request, name)) is not None:
             variables[name] = value
-    work = service.text.chat(
-        [_for_template(message) for message in request.messages],
-        None if not tools else [tool.model_dump(exclude_unset=True) for tool in tools],
-        request.chat_template or options.chat_template,
-        variables | own_variables,
-        bool(request.add_special_tokens),
-        service.max_model_len,
+    chat = ChatText(
+        messages=[_for_template(message) for message in request.messages],
+        tools=None if not tools else [tool.model_dump(exclude_unset=True) for tool in tools],
+        chat_template=request.chat_template or options.chat_template,
+        variables=variables | own_variables,
+        add_special_tokens=bool(request.add_special_tokens),
+        max_num_tokens=service.max_model_len,
     )
-    token_ids: list[int] = await prepared(http, "messages", work)
+    token_ids: list[int] = await prepared(http, "messages", service.text.chat(chat))
     return truncated(token_ids, most, service.max_model_len)
 
 

@@ -50,6 +50,7 @@ TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0, le=_INT32)])
 MaxTokens = TypeAliasType("MaxTokens", Annotated[int, Field(ge=1, le=_INT32), _WHOLE])
 NumLogprobs = TypeAliasType("NumLogprobs", Annotated[int, Field(ge=-1, le=_INT32), _WHOLE])  # -1: the whole vocabulary
 
+_PromptLength = Annotated[int, Field(ge=-1, le=_INT32), AfterValidator(_not_zero), _WHOLE]  # -1: as long as fits
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), _ALL_WHOLE]
 Text = Annotated[str, StringConstraints(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=2048, fail_fast=True)]
@@ -168,7 +169,7 @@ class Sampling(RequestBody):
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description='Log-probabilities name tokens "token_id:17".')
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32), AfterValidator(_not_zero), _WHOLE] | None = Field(
+    truncate_prompt_tokens: _PromptLength | None = Field(
         None, description="The prompt's last so many tokens count; -1: as many as fit."
     )
     stream: bool | None = None
@@ -232,7 +233,7 @@ class TokenizeTextRequest(RequestBody):
 
 
 class TokenizeChatRequest(RequestBody, ChatOptions):
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32), AfterValidator(_not_zero), _WHOLE] | None = None
+    truncate_prompt_tokens: _PromptLength | None = None
     model: Text | None = None
     return_token_strs: bool | None = None
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from teachllm.engine.text.text_jobs import MAX_INLINE
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.server.openai.messages import MAX_MESSAGES, MAX_PARTS
-from teachllm.server.text_service import MAX_INLINE
 from tests.server.conftest import running_engine
 from tests.server.fake_engine import Server, error_of, serving
 
