@@ -81,13 +81,16 @@ GENERATES = ("POST /v1/completions", "POST /v1/chat/completions")
 # Why a request may be refused that the schema allows: what no schema of single fields can tell.
 CONTRADICTIONS = re.compile(
     r"the prompt has \d+ tokens"
+    r"|the (prompt|conversation) has \d+ characters, and \d+ tokens"
     r"|stream_options says how to stream"
     r"|prompt_logprobs are not streamed"
     r"|max_tokens=0 generates nothing"
     r"|min_tokens=\d+ is more than max_tokens"
     r"|top_logprobs needs logprobs"
+    r"|continue_final_message: the last message has no text"
+    r"|continue_final_message goes on with the last message, and add_generation_prompt begins another"
     r"|structured_outputs takes exactly one kind"
-    r"|tool_choice names"
+    r"|tool_choice (names|allows)"
     r"|the arguments of a tool call have to be a JSON object"
     r"|a request may not bring its own chat_template"
     r"|chat_template_kwargs may not hold"

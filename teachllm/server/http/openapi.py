@@ -60,6 +60,8 @@ def install(app: FastAPI, service: Service, requests: list[type[BaseModel]], has
                 operation["responses"].pop("422", None)
         for name, limit in _limits(service).items():
             components[name]["maximum"] = limit
+        if service.client is not None and service.client.config.max_logprobs != -1:
+            components["NumLogprobs"]["minimum"] = 0  # -1, the whole vocabulary, is not given
         if not service.options.trust_request_chat_template:
             for name in ("ChatCompletionRequest", "TokenizeChatRequest"):
                 components[name]["properties"]["chat_template"] = {"type": "null"}

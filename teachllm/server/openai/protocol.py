@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -38,19 +37,13 @@ def _all_whole(value: object) -> object:
     return [_whole(each) for each in value] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
-def _not_zero(value: int) -> int:
-    if value == 0:
-        raise ValueError("0 would leave nothing of the prompt")
-    return value
-
-
 _WHOLE, _ALL_WHOLE = BeforeValidator(_whole), BeforeValidator(_all_whole)
 # The upper limits of these depend on the model: `openapi.py` fills them in once it is loaded.
 TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0, le=_INT32)])
 MaxTokens = TypeAliasType("MaxTokens", Annotated[int, Field(ge=1, le=_INT32), _WHOLE])
 NumLogprobs = TypeAliasType("NumLogprobs", Annotated[int, Field(ge=-1, le=_INT32), _WHOLE])  # -1: the whole vocabulary
 
-_PromptLength = Annotated[int, Field(ge=-1, le=_INT32), AfterValidator(_not_zero), _WHOLE]  # -1: as long as fits
+_PromptLength = Annotated[Literal[-1] | Annotated[int, Field(ge=1, le=_INT32)], _WHOLE]  # -1: as long as fits
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), _ALL_WHOLE]
 Text = Annotated[str, StringConstraints(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=2048, fail_fast=True)]
