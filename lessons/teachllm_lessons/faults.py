@@ -61,7 +61,7 @@ FAULTS = (
         "00",
         "half a character is shown",
         "teachllm/engine/text/detokenizer.py",
-        "whole = text.rstrip(_REPLACEMENT)",
+        "whole = text.rstrip(REPLACEMENT)",
         "whole = text",
         "Whoever writes in English never sees it; elsewhere characters turn into question marks.",
         "tests/engine/text/test_detokenizer.py::test_an_unfinished_character_is_shown_only_when_nothing_more_comes",
