@@ -83,6 +83,23 @@ def started(*arguments: str, **environment: str) -> Iterator[Process]:
 
 def engine_processes(pid: int) -> list[int]:
     """The processes of a server's engine: its children, but for the one that works on texts."""
-    found = [child for child in children(pid) if b"text_process" not in Path(f"/proc/{child}/cmdline").read_bytes()]
+    found = [child for child in children(pid) if not _is_for_texts(child)]
     assert found
     return found
+
+
+def text_workers(pid: int) -> list[int]:
+    """The processes that take a server's texts, as many as were needed at once; the server has a socket for each."""
+    found = [worker for child in children(pid) if _is_for_texts(child) for worker in children(child)]
+    return [worker for worker in found if _command(worker)]  # those that have ended have none
+
+
+def _is_for_texts(pid: int) -> bool:
+    return b"text_process" in _command(pid)
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""

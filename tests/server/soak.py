@@ -27,7 +27,7 @@ import aiohttp
 from tests.server import ledger
 from tests.server.client import Seen, Violation, connect, hold, perform
 from tests.server.deaths import KINDS, die_again_and_again
-from tests.server.process import Process, engine_processes, started
+from tests.server.process import Process, engine_processes, started, text_workers
 from tests.server.traffic import SETTINGS, Pool, make_ask, make_pool
 from tests.waiting import wait_for
 
@@ -191,11 +191,12 @@ def _page(process: Process) -> ledger.Page:
 
 
 def _files(pid: int) -> Counter[str]:
-    """Open files of a process, by their kind or name."""
+    """Open files of a process, by their kind or name, without the sockets of its text workers."""
     found: Counter[str] = Counter()
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it has been closed meanwhile
             found[str(file.readlink()).split(":")[0]] += 1
+    found["socket"] -= len(text_workers(pid))
     return found
 
 
