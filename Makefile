@@ -24,7 +24,8 @@ CPU_INDEX_ANSWERS := $(BIN)/python -c 'import os, threading, urllib.request; \
 # Both test workers and the programs that tests start share the bytecode that the first of them compiles.
 test: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help chat serve viz lessons test test-thorough lint format-check types pytest format soak soak-server mutants clean
+.PHONY: help chat serve viz lessons test test-thorough test-clients lint format-check types pytest format soak soak-server \
+	mutants clean
 .DEFAULT_GOAL := help
 
 help:  ## print this list
@@ -47,6 +48,10 @@ test: format-check  ## run format and lint checks, the type checker, the tests a
 
 test-thorough:  ## run the same with many more examples per randomized test, and every notebook
 	@TEACHLLM_THOROUGH=1 $(MAKE) --no-print-directory test
+
+test-clients: $(VENV)/.serve $(VENV)/clients/.installed  ## try other projects' newest clients on the server
+	@TEACHLLM_PYTHON=$(BIN)/python $(VENV)/clients/bin/python -m pytest -c tests/other_clients/pytest.ini \
+		tests/other_clients $(ARGS)
 
 lint: format-check types  ## run format and lint checks and the type checker
 
@@ -78,6 +83,12 @@ mutants: $(VENV)/.dev  ## plant each fault from the lessons in turn: its test mu
 clean:  ## remove the virtual environment and all caches
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/clients/.installed: tests/other_clients/requirements.txt | $(VENV)/.pip
+	@echo "installing the clients into $(VENV)/clients (once) ..." >&2
+	@$(PYTHON) -m venv $(VENV)/clients
+	@$(VENV)/clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $< >&2
+	@touch $@
 
 # Installers write to stderr: stdout belongs to the answer.
 $(VENV)/.core: $(SOURCES) | $(VENV)/.torch

@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, settings
 from tests.budget import Budget
 from tests.thorough import times
 
+collect_ignore = ["other_clients"]  # `make test-clients` runs them
+
 settings.register_profile(
     "teachllm",
     max_examples=times(60, 500),
