@@ -7,7 +7,9 @@ server, and a body without end for a request.
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
@@ -17,6 +19,34 @@ from teachllm.server.http.errors import ApiError, of_validation
 
 M = TypeVar("M", bound=BaseModel)
 _PATIENCE = 60  # seconds for another piece of a body: who sends none holds the connection for nothing
+_MAX_UNREAD_BYTES, _MAX_UNREAD_SECONDS = 32 << 20, 5.0  # for the rest of one that is refused
+
+
+class BodyRest:
+    """What of a body has not been read yet.
+
+    A client that is still sending when its connection is closed sees that, and not the answer that it was given.
+
+    Args:
+        receive: of the server. What has the body from then on takes the method of the same name here.
+    """
+
+    def __init__(self, receive: Callable[[], Awaitable[Any]], headers: Mapping[bytes, bytes]) -> None:
+        self._receive = receive
+        self._is_over = b"expect" in headers  # it is sent only after the server has asked for it
+
+    async def receive(self) -> Any:
+        message = await self._receive()
+        self._is_over = not message.get("more_body", False)
+        return message
+
+    async def discard(self) -> None:
+        """Reads to the end, unless that is far."""
+        num_bytes = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_UNREAD_SECONDS):
+                while not self._is_over and num_bytes <= _MAX_UNREAD_BYTES:
+                    num_bytes += len((await self.receive()).get("body", b""))
 
 
 async def read_json(request: Request, max_bytes: int) -> dict[str, object]:

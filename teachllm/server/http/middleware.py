@@ -9,6 +9,7 @@ import logging
 import time
 from typing import Any
 
+from teachllm.server.http.body import BodyRest
 from teachllm.server.http.errors import ApiError, error_response, kind_of
 from teachllm.server.http.request_ids import request_id
 from teachllm.server.service import Service
@@ -40,6 +41,7 @@ class AccessMiddleware:
         status = 0
         scope["root_path"] = root_path = self._service.options.root_path  # routes are looked up below it
         path = scope["path"].removeprefix(root_path)
+        body = BodyRest(receive, headers)
 
         async def send_named(message: Any) -> None:
             nonlocal status
@@ -47,15 +49,17 @@ class AccessMiddleware:
                 status = message["status"]
                 if status >= 400 and path not in _QUIET_PATHS:
                     self._service.metrics.on_refusal(status, kind_of(status))
+                if status >= 400:
+                    await body.discard()
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode())]}
             await send(message)
 
         try:
             refusal = self._refusal(path, headers)
             if refusal is None:
-                await self._app(scope, receive, send_named)
+                await self._app(scope, body.receive, send_named)
             else:
-                await error_response(refusal)(scope, receive, send_named)
+                await error_response(refusal)(scope, body.receive, send_named)
         finally:
             if self._service.options.log_requests and path not in _QUIET_PATHS:
                 self._log(scope, path, status, time.perf_counter() - began, notes)

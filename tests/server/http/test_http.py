@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import urllib.error
+import urllib.request
 from typing import Any
 
 import pytest
 
 from tests.clients import http_client
 from tests.server.fake_engine import FakeEngineClient, Server, error_of, serving
+from tests.waiting import HANG_SECONDS
 
 PATH = "/v1/completions"
 
@@ -71,6 +74,17 @@ def test_a_request_that_is_too_large_is_refused_however_it_says_its_size() -> No
             response = server.http.post(PATH, content=content, headers=headers)
             assert "--max-request-bytes" in error_of(response, 413)["message"]
         assert server.http.post(PATH, content=large[:500] + b'"}', headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(("key", "status"), [("secret", 413), ("wrong", 401)])
+def test_who_is_still_sending_when_it_is_refused_sees_why(key: str, status: int) -> None:
+    """urllib closes the connection after each answer, and reads none before it has sent everything."""
+    with serving(FakeEngineClient(), api_keys=("secret",)) as server:
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        request = urllib.request.Request(server.url + PATH, b"a" * (24 << 20), headers)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=HANG_SECONDS)
+        assert refused.value.code == status and b"error" in refused.value.read()
 
 
 # -- who asks ----------------------------------------------------------------------------------------------
