@@ -120,9 +120,9 @@ def work(connection: socket.socket, tokenizer: Tokenizer) -> None:
     """Answers jobs until the other end closes; a limit ends the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICENESS)
-    _send(connection, TextResult(os.getpid()))
     decoder = msgspec.msgpack.Decoder(TextJob)
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, ConnectionError):
+        _send(connection, TextResult(os.getpid()))
         while True:
             job = decoder.decode(_receive(connection))
             _limit(job.cpu_seconds, job.num_bytes)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +26,10 @@ _NUM_BYTES = 256 << 20  # of memory that any job may take
 _BYTES_PER_BYTE = 1024  # of memory, for each of text beyond that
 
 
+_PATIENCE = 0.1  # seconds
+log = logging.getLogger(__name__)
+
+
 class TextLimitError(ValueError):
     """A text took more time or memory than it may."""
 
@@ -36,10 +42,16 @@ class _Worker:
 
 
 class TextWorkers:
-    """Some processes that have a tokenizer. Belongs to one event loop, but for `start` and `close`."""
+    """Some processes that have a tokenizer. Belongs to one event loop, but for `start` and `close`.
 
-    def __init__(self, control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        self._control, self._process = control, process
+    If the process that forks them ends by itself, they go on, and whoever needs another one starts it again.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path) -> None:
+        self._config, self._folder = config, folder
+        self._control, self._process = _start(config, folder)
+        self._ended: list[subprocess.Popen[bytes]] = []
+        self._restarts = asyncio.Lock()
         self._idle: list[_Worker] = []
         self._turns = asyncio.Semaphore(MAX_WORKERS)
         self._turns_of_large = asyncio.Semaphore(MAX_WORKERS - 1)
@@ -51,12 +63,7 @@ class TextWorkers:
         Raises:
             ValueError: there is no such model.
         """
-        folder = find_folder(config.model, config.revision, config.load_format, config.trust_remote_code)
-        ours, its = socket.socketpair()
-        with its:
-            process = start_child("teachllm.engine.processes.text_process", str(its.fileno()), pass_fds=(its.fileno(),))
-        ours.sendall(frame(TextStart(config, str(folder))))
-        return cls(ours, process)
+        return cls(config, find_folder(config.model, config.revision, config.load_format, config.trust_remote_code))
 
     def wait_until_loaded(self) -> None:
         """Return when the tokenizer is there.
@@ -79,6 +86,7 @@ class TextWorkers:
 
         Raises:
             ValueError: the text is refused, or takes too long.
+            RuntimeError: the process that workers come from has ended, and cannot be started again.
         """
         if len(arguments) < LARGE:
             return await self._run(name, arguments)
@@ -109,6 +117,19 @@ class TextWorkers:
             return _value(result)
 
     async def _fork(self) -> _Worker:
+        while True:
+            if self._process.poll() is not None:
+                await self._restart()
+            asked = self._process
+            try:
+                return await self._ask_for_worker()
+            except (OSError, EOFError):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    asked.wait(_PATIENCE)  # what it has open is closed a moment before it has ended
+                    continue
+                raise
+
+    async def _ask_for_worker(self) -> _Worker:
         ours, its = socket.socketpair()
         with its:
             socket.send_fds(self._control, [bytes(LENGTH_BYTES)], [its.fileno()])
@@ -119,6 +140,17 @@ class TextWorkers:
             writer.close()
             raise
 
+    async def _restart(self) -> None:
+        """Start the process again, with all who need it waiting."""
+        async with self._restarts:
+            if (code := self._process.poll()) is None:  # another one has done it
+                return
+            log.warning("the process for texts has ended with %s: it is started again", how_it_ended(code))
+            self._ended.append(self._process)
+            self._control.close()
+            self._control, self._process = _start(self._config, self._folder)
+            await asyncio.to_thread(self.wait_until_loaded)
+
     def _end(self, worker: _Worker) -> None:
         worker.writer.close()
         with contextlib.suppress(OSError):
@@ -128,9 +160,18 @@ class TextWorkers:
         """Ends the processes; jobs under way end, too."""
         self._control.close()
         self._process.kill()
-        self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # which the workers notice
+        for process in (*self._ended, self._process):
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()  # which its workers notice
+
+
+def _start(config: EngineConfig, folder: Path) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, its = socket.socketpair()
+    with its:
+        process = start_child("teachllm.engine.processes.text_process", str(its.fileno()), pass_fds=(its.fileno(),))
+    ours.sendall(frame(TextStart(config, str(folder))))
+    return ours, process
 
 
 async def _receive(reader: asyncio.StreamReader) -> TextResult:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from teachllm.engine.processes import text_workers
 from teachllm.engine.processes.text_workers import TextWorkers
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.models.checkpoint import find_folder
-from tests.processes import children
+from tests.processes import children, is_gone
 from tests.waiting import wait_for
 
 ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
@@ -26,10 +28,9 @@ MESSAGES = [{"role": "user", "content": "What is a KV cache?"}]
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextWorkers]:
     monkeypatch.setattr(text_workers, "_CPU_SECONDS", 0)  # the limit is a whole second above what is given
-    found = TextWorkers.start(EngineConfig(model="teachlm"))
-    found.wait_until_loaded()
-    yield found
-    found.close()
+    with contextlib.closing(TextWorkers.start(EngineConfig(model="teachlm"))) as found:
+        found.wait_until_loaded()
+        yield found
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -40,6 +41,11 @@ def chat(workers: TextWorkers, template: str | None = None, **variables: Any) ->
     arguments = {"messages": MESSAGES, "tools": None, "chat_template": template, "variables": variables}
     arguments |= {"add_special_tokens": False, "max_num_tokens": 4096}
     return workers.run("chat", msgspec.msgpack.encode(arguments))
+
+
+def parent_of_workers() -> int:
+    [found] = [pid for pid in children(os.getpid()) if "text_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return found
 
 
 def encode(workers: TextWorkers, *texts: str) -> Coroutine[Any, Any, Any]:
@@ -68,7 +74,7 @@ def test_jobs_give_what_they_give_here_and_no_text_ends_a_worker_that_others_nee
 
 def test_who_leaves_ends_the_work_at_once(workers: TextWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_workers, "_CPU_SECONDS", 1000)
-    [parent] = [pid for pid in children(os.getpid()) if "text_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    parent = parent_of_workers()
 
     def busy() -> list[int]:
         return [pid for pid in children(parent) if Path(f"/proc/{pid}/stat").read_text().split()[2] == "R"]
@@ -82,6 +88,35 @@ def test_who_leaves_ends_the_work_at_once(workers: TextWorkers, monkeypatch: pyt
         await asyncio.gather(*tasks, return_exceptions=True)
         assert await waiting
         await asyncio.to_thread(wait_for, lambda: not busy())
+
+    run(work())
+
+
+def test_who_leaves_while_a_worker_starts_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    async def work(workers: TextWorkers) -> None:
+        for turn in range(20):
+            task = asyncio.create_task(chat(workers, ENDLESS))
+            for _ in range(turn):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert await encode(workers, "and then a job that is wanted")
+
+    with contextlib.closing(TextWorkers.start(EngineConfig(model="teachlm"))) as workers:
+        workers.wait_until_loaded()
+        run(work(workers))
+        parent = parent_of_workers()
+        wait_for(lambda: sum(not is_gone(pid) for pid in children(parent)) <= 1)  # the last one's
+    assert capfd.readouterr().err == ""
+
+
+def test_the_process_is_started_again_if_it_has_ended(workers: TextWorkers) -> None:
+    async def work() -> None:
+        before = await encode(workers, "some words")
+        os.kill(parent_of_workers(), signal.SIGKILL)
+        several = await asyncio.gather(*(encode(workers, "some words") for _ in range(text_workers.MAX_WORKERS)))
+        assert several == [before] * text_workers.MAX_WORKERS
+        assert await chat(workers)
 
     run(work())
 
