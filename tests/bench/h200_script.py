@@ -13,6 +13,7 @@ def load_script(name: str, folder: str = "benchmarks") -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where its dataclasses look themselves up
     before = list(sys.path)
     spec.loader.exec_module(module)
     sys.path[:] = before

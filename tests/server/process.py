@@ -88,10 +88,11 @@ def engine_processes(pid: int) -> list[int]:
     return found
 
 
-def text_workers(pid: int) -> list[int]:
-    """The processes that take a server's texts, as many as were needed at once; the server has a socket for each."""
-    found = [worker for child in children(pid) if _is_for_texts(child) for worker in children(child)]
-    return [worker for worker in found if _command(worker)]  # those that have ended have none
+def processes_for_texts(pid: int) -> list[int]:
+    """The process for a server's texts and its workers, as many as were needed at once; a socket leads to each."""
+    parents = [child for child in children(pid) if _is_for_texts(child)]
+    found = parents + [worker for parent in parents for worker in children(parent)]
+    return [each for each in found if _command(each)]  # one that has ended has none
 
 
 def _is_for_texts(pid: int) -> bool:

@@ -1,10 +1,12 @@
 """Thousands of requests of every kind against a server, and processes of every kind that are killed again and again.
 
     PYTHONPATH=.:kernels:cli python tests/server/soak.py --requests 3000 --clients 64
+    PYTHONPATH=.:kernels:cli python tests/server/soak.py --hostile --seconds 600 --clients 16 --kills 0
 
-Some clients hang up at a random token, some send what no server should accept. Afterwards no block is held, memory has
-stayed flat, and every request is in the metrics. What is killed, and what must hold then: deaths.py. Prints figures and
-"no violation"; or what was violated and the seed that `--seed` plays again, and exits 1. On loopback, with the embedded
+Some clients hang up at a random token, some send what no server should accept; with `--hostile` some send the largest
+that it accepts (hostile.py), and the disk for its trace is full. Afterwards no block is held, memory has stayed flat,
+and every request is in the metrics. What is killed, and what must hold then: deaths.py. Prints figures and "no
+violation"; or what was violated and the seed that `--seed` plays again, and exits 1. On loopback, with the embedded
 model.
 """
 
@@ -18,31 +20,42 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import aiohttp
 
+from tests.bench.h200_script import load_script
 from tests.server import ledger
 from tests.server.client import Seen, Violation, connect, hold, perform
 from tests.server.deaths import KINDS, die_again_and_again
-from tests.server.process import Process, engine_processes, started, text_workers
-from tests.server.traffic import SETTINGS, Pool, make_ask, make_pool
+from tests.server.hostile import hostile_ask, hostile_asks
+from tests.server.process import Process, engine_processes, processes_for_texts, started
+from tests.server.traffic import MAX_REQUEST_BYTES, SETTINGS, Pool, make_ask, make_pool
 from tests.waiting import wait_for
 
 MAX_GROWTH = 0.05  # of memory, over the second half
+MAX_GROWTH_AFTER = 0.10  # with hostile requests: from the first minute's end to ten seconds after the last
+FULL_DISK = "/dev/full"
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # beside other work, several wait for one another
-_SECONDS_BETWEEN_SAMPLES = 0.1
+_SECONDS_BETWEEN_SAMPLES, _SECONDS_OF_REST = 0.1, 10.0
 _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident bytes of one process, sampled at a steady rate while there was load."""
+    """Resident bytes of one process, sampled at a steady rate while there was load, and ten seconds after it."""
 
     name: str
     samples: Sequence[int]
+    after: int = 0
+
+    @property
+    def after_the_first_minute(self) -> int:
+        """Or at the end of what was shorter."""
+        return self.samples[: round(60 / _SECONDS_BETWEEN_SAMPLES)][-1]
 
     @property
     def second_half(self) -> Sequence[int]:
@@ -64,7 +77,8 @@ class Memory:
         first, last = self.samples[0] / 1e6, self.samples[-1] / 1e6
         return (
             f"{self.name}: {first:.1f} MB at first, {last:.1f} MB at last; over the second half, spread "
-            f"{self.spread:.2%}, growth of the median {self.growth:+.2%}"
+            f"{self.spread:.2%}, growth of the median {self.growth:+.2%}; {self.after_the_first_minute / 1e6:.1f} MB "
+            f"after a minute, {self.after / 1e6:.1f} MB ten seconds after the end"
         )
 
 
@@ -88,35 +102,55 @@ class Load:
     seconds_until_idle: float
 
 
-def soak(seed: int, num_requests: int, num_clients: int) -> tuple[Load, Counter[str]]:
+def soak(
+    seed: int, num_requests: int, num_clients: int, seconds: float | None = None, is_hostile: bool = False
+) -> tuple[Load, Counter[str]]:
     """Start a server, load it, tell it to end and compare all accounts of it.
 
     Raises:
         Violation: what must hold does not.
     """
-    with started(*SETTINGS, **_ENVIRONMENT) as process:
+    more = ("--trace", FULL_DISK) if is_hostile else ()
+    with started(*SETTINGS, *more, **_ENVIRONMENT) as process:
         process.event("ready")
-        found = load(process, seed, num_requests, num_clients)
+        found = load(process, seed, num_requests, num_clients, seconds, is_hostile)
         process.child.terminate()
         hold(process.end() == 0, f"told to end, the server's exit code is {process.child.returncode}")
         return found, settle(process, found)
 
 
-def load(process: Process, seed: int, num_requests: int, num_clients: int) -> Load:
+def load(
+    process: Process,
+    seed: int,
+    num_requests: int,
+    num_clients: int,
+    seconds: float | None = None,
+    is_hostile: bool = False,
+) -> Load:
     """Load a server that is ready, and wait until it holds nothing any more.
+
+    Args:
+        seconds: after which no client begins with another request; memory is looked at ten seconds after the last.
 
     Raises:
         Violation: an answer is not what it has to be.
     """
     pool = make_pool(Random(seed), process.http)
+    if is_hostile:
+        max_model_len, vocab_size, longest_token = load_script("doors").facts(process.url, "teachlm")
+        asks = hostile_asks(max_model_len, vocab_size, longest_token, MAX_REQUEST_BYTES)
+        pool = replace(pool, make_hostile=partial(hostile_ask, asks=asks))
     before = _page(process)
     num_lines = len(process.log)
     pids = {"front": process.child.pid, "engine": engine_processes(process.child.pid)[0]}
     files = {name: _files(pid) for name, pid in pids.items()}
-    seconds, all_seen, memory = asyncio.run(_load(process.url, pool, pids, seed, num_requests, num_clients))
-    took, after = _until_idle(process, files, pids)
+    took, all_seen, memory = asyncio.run(_load(process.url, pool, pids, seed, num_requests, num_clients, seconds))
+    until_idle, after = _until_idle(process, files, pids)
+    if seconds is not None:
+        time.sleep(_SECONDS_OF_REST)
+        memory = [replace(each, after=_resident_bytes(pids)[each.name]) for each in memory]
     process.http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 1}).raise_for_status()
-    return Load(all_seen, memory, num_lines, before, after, seconds, took)
+    return Load(all_seen, memory, num_lines, before, after, took, until_idle)
 
 
 def settle(process: Process, found: Load) -> Counter[str]:
@@ -125,26 +159,38 @@ def settle(process: Process, found: Load) -> Counter[str]:
     Raises:
         Violation: they do not agree, or the server complained.
     """
-    hold(not process.other, f"beside the log, the server wrote {process.other}")
+    other = [line for line in process.other if not (FULL_DISK in line and line.startswith("the trace ends here"))]
+    hold(not other, f"beside the log, the server wrote {other}")
     named = {seen.name for seen in found.all_seen}
     log = [line for line in process.log[found.num_lines : -1] if line.get("request_id") in named]
     return ledger.check(found.before, found.after, log, found.all_seen)
 
 
 async def _load(
-    url: str, pool: Pool, pids: dict[str, int], seed: int, num_requests: int, num_clients: int
+    url: str,
+    pool: Pool,
+    pids: dict[str, int],
+    seed: int,
+    num_requests: int,
+    num_clients: int,
+    seconds: float | None,
 ) -> tuple[float, list[Seen], list[Memory]]:
     """Seconds that it took, what clients saw, and the memory of the processes meanwhile."""
     numbers = iter(range(num_requests))
     all_seen: list[Seen] = []
+    is_over = asyncio.Event()
+    if seconds is not None:
+        asyncio.get_running_loop().call_later(seconds, is_over.set)
 
     async def client() -> None:
         async with connect(url) as session:
             for number in numbers:
+                if is_over.is_set():
+                    break
                 ask = make_ask(Random(f"{seed}, {number}"), pool)
                 all_seen.append(await perform(session, ask, f"soak-{number}"))
 
-    samples: dict[str, list[int]] = {name: [] for name in pids}
+    samples: dict[str, list[int]] = {name: [] for name in _resident_bytes(pids)}
     sampling = asyncio.create_task(_sample(pids, samples))
     began = time.monotonic()
     try:
@@ -160,10 +206,24 @@ async def _load(
 
 async def _sample(pids: dict[str, int], samples: dict[str, list[int]]) -> None:
     while True:
-        for name, pid in pids.items():
-            num_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            samples[name].append(num_pages * _PAGE_BYTES)
+        for name, size in _resident_bytes(pids).items():
+            samples[name].append(size)
         await asyncio.sleep(_SECONDS_BETWEEN_SAMPLES)
+
+
+def _resident_bytes(pids: dict[str, int]) -> dict[str, int]:
+    """Of each process, and of all that work on texts together: these come and go, and share memory."""
+    found = {name: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES for name, pid in pids.items()}
+    return found | {"texts": sum(map(_share_of_memory, processes_for_texts(pids["front"])))}
+
+
+def _share_of_memory(pid: int) -> int:
+    """Bytes; of a page that several processes have, its part."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 def _until_idle(process: Process, files: dict[str, Counter[str]], pids: dict[str, int]) -> tuple[float, ledger.Page]:
@@ -196,7 +256,7 @@ def _files(pid: int) -> Counter[str]:
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it has been closed meanwhile
             found[str(file.readlink()).split(":")[0]] += 1
-    found["socket"] -= len(text_workers(pid))
+    found["socket"] -= len(processes_for_texts(pid)[1:])  # the first has been there before
     return found
 
 
@@ -207,9 +267,19 @@ def check_memory(memory: Sequence[Memory]) -> None:
         hold(each.spread <= MAX_GROWTH, f"memory is not flat: {each}")
 
 
+def check_memory_after(memory: Sequence[Memory]) -> None:
+    """Raises Violation unless what each has in the end is what it had after the first minute.
+
+    While hostile requests are served, it is more: their bodies and answers.
+    """
+    for each in memory:
+        most = (1 + MAX_GROWTH_AFTER) * each.after_the_first_minute
+        hold(0 < each.after <= most, f"memory is not given back: {each}")
+
+
 def _report(soaked: Load, ended: Counter[str]) -> None:
     page, seen = soaked.after, soaked.all_seen
-    kinds = Counter("bad" if each.ask.refused_with else each.ask.kind for each in seen)
+    kinds = Counter(_kind(each) for each in seen)
     num_left, num_bad = sum(each.has_left for each in seen), kinds["bad"]
     print(f"{len(seen):,} requests in {soaked.seconds:.1f} s; {num_left:,} hung up, {num_bad:,} malformed")
     print("  " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items())))
@@ -225,14 +295,18 @@ def _report(soaked: Load, ended: Counter[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--requests", type=int, default=None, help="3000, if there are no --seconds")
+    parser.add_argument("--seconds", type=float, default=None)
+    parser.add_argument("--hostile", action="store_true", help="with the largest requests, and a full disk")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--kills", type=int, default=20, help="of each kind")
     parser.add_argument("--seed", type=int, default=None, help="send the same requests again")
     arguments = parser.parse_args()
     seed = Random().getrandbits(32) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
-    num_violations = _try(lambda: _load_and_report(seed, arguments.requests, arguments.clients))
+    num_requests = arguments.requests or (3000 if arguments.seconds is None else sys.maxsize)
+    asked = (seed, num_requests, arguments.clients, arguments.seconds, arguments.hostile)
+    num_violations = int(_try(lambda: _load_and_report(*asked)))
     num_violations += die_again_and_again(seed, arguments.kills, list(KINDS))
     if num_violations:
         print(f"{num_violations} violations with --seed {seed}")
@@ -241,10 +315,16 @@ def main() -> int:
     return 0
 
 
-def _load_and_report(seed: int, num_requests: int, num_clients: int) -> None:
-    soaked, ended = soak(seed, num_requests, num_clients)
+def _kind(seen: Seen) -> str:
+    if seen.ask.may_be_refused_with:
+        return "hostile, hung up" if seen.ask.leaves else "hostile"
+    return "bad" if seen.ask.refused_with else seen.ask.kind
+
+
+def _load_and_report(seed: int, num_requests: int, num_clients: int, seconds: float | None, is_hostile: bool) -> None:
+    soaked, ended = soak(seed, num_requests, num_clients, seconds, is_hostile)
     _report(soaked, ended)
-    check_memory(soaked.memory)
+    (check_memory_after if is_hostile else check_memory)(soaked.memory)
 
 
 def _try(act: Callable[[], None]) -> bool:

@@ -21,7 +21,7 @@ SETTINGS = (
     *("--num-gpu-blocks-override", "64", "--scheduling-policy", "priority", "--check-invariants"),
     *("--max-request-bytes", str(MAX_REQUEST_BYTES)),
 )
-SHARE_OF_BAD, SHARE_OF_HANGUPS = 0.05, 0.30
+SHARE_OF_BAD, SHARE_OF_HANGUPS, SHARE_OF_HOSTILE = 0.05, 0.30, 0.02
 _STORY = "one day a little girl named Lily went to the park and saw big dog . was very happy sun cat said ü"
 _JSON = {"content-type": "application/json"}
 
@@ -35,10 +35,11 @@ class Ask:
         body: JSON, or bytes as they are.
         chunked: the body's length is not declared.
         num_prompts, num_completions: in all; 0 where nothing is generated.
-        num_prompt_tokens: of all prompts, each counted once.
+        num_prompt_tokens: of all prompts, each counted once; None if the server alone knows.
         max_tokens: of each completion.
         scores: what is sampled is not shown.
         refused_with: the status of the error; None if it is to be answered.
+        may_be_refused_with: statuses of errors with which it may end instead.
         leaves_at: hangs up after so many events of its stream.
         leaves_after: hangs up after so many seconds.
     """
@@ -51,10 +52,11 @@ class Ask:
     chunked: bool = False
     num_prompts: int = 0
     num_completions: int = 0
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: int | None = 0
     max_tokens: int = 0
     scores: bool = False
     refused_with: int | None = None
+    may_be_refused_with: tuple[int, ...] = ()
     leaves_at: int | None = None
     leaves_after: float | None = None
 
@@ -66,11 +68,6 @@ class Ask:
     def leaves(self) -> bool:
         return self.leaves_at is not None or self.leaves_after is not None
 
-    @property
-    def num_tokens_of_completions(self) -> int:
-        """Prompt tokens as the engine counts them: each completion has a prompt."""
-        return self.num_prompt_tokens * (self.num_completions // max(self.num_prompts, 1))
-
 
 @dataclass(frozen=True)
 class Pool:
@@ -79,10 +76,12 @@ class Pool:
     Attributes:
         texts: and their token ids.
         chats: messages, and how many tokens their prompt has.
+        make_hostile: what some clients send instead; None if there is no such client.
     """
 
     texts: list[tuple[str, list[int]]]
     chats: list[tuple[list[dict[str, str]], int]]
+    make_hostile: Callable[[Random], Ask] | None = None
 
 
 def make_pool(rng: Random, http: httpx.Client) -> Pool:
@@ -110,6 +109,8 @@ def make_pool(rng: Random, http: httpx.Client) -> Pool:
 
 def make_ask(rng: Random, pool: Pool) -> Ask:
     """The next request of a client."""
+    if pool.make_hostile is not None and rng.random() < SHARE_OF_HOSTILE:
+        return pool.make_hostile(rng)
     dice = rng.random()
     if dice < SHARE_OF_BAD:
         return rng.choice(_BAD)(rng)
