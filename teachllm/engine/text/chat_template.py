@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +32,29 @@ def render_template(template: str, variables: dict[str, Any]) -> str:
     Raises:
         ValueError: the template fails, or does what the sandbox refuses.
     """
+    with _template_to_blame():
+        return _render(template, json.dumps(variables))
+
+
+def _render(template: str, variables: str) -> str:
+    compiled = _compile_template(template)
+    pieces, size = [], 0
+    for piece in compiled.generate(json.loads(variables)):
+        pieces.append(piece)
+        size += len(piece)
+        if size > _MAX_RENDERED_CHARACTERS:
+            raise OverflowError(f"more than {_MAX_RENDERED_CHARACTERS} characters")
+    return "".join(pieces)
+
+
+@contextlib.contextmanager
+def _template_to_blame() -> Iterator[None]:
+    """A template can raise anything: it becomes a ValueError that says so."""
     try:
-        compiled = _compile_template(template)
-        pieces, size = [], 0
-        for piece in compiled.generate(json.loads(json.dumps(variables))):
-            pieces.append(piece)
-            size += len(piece)
-            if size > _MAX_RENDERED_CHARACTERS:
-                raise OverflowError(f"more than {_MAX_RENDERED_CHARACTERS} characters")
-    except Exception as error:  # a template can raise anything; whatever it is, the template is to blame
+        yield
+    except Exception as error:
         reason = " ".join(str(error).split()) or "no reason given"
         raise ValueError(f"the chat template failed: {type(error).__name__}: {reason}") from error
-    return "".join(pieces)
 
 
 def render_conversation(
@@ -83,7 +94,10 @@ def render_conversation(
     def rendered(keeps_none: bool) -> str:
         found = [_plain_message(message, keeps_none) for message in messages]
         _join_unread_parts(template, found, given)
-        return render_template(template, {**given, "messages": found})
+        with _template_to_blame():
+            text = json.dumps({**given, "messages": found})
+            del found  # a deeply nested one takes fifty times as much memory as its text
+            return _render(template, text)
 
     asks = _ASKS_FOR_NONE.search(template) is not None
     if asks and any(message.get("content", "") is None for message in messages):

@@ -11,6 +11,7 @@ from teachllm.server.http.sse import encode, event
 from teachllm.server.openai.generation import usage
 from teachllm.server.openai.logprobs import CompletionLogprobs, TokenStyle, in_pieces, whole_prompt_logprobs
 from teachllm.server.openai.response_context import ResponseContext, StreamCursor
+from teachllm.server.turns import Turns
 
 _KIND = "text_completion"
 
@@ -61,9 +62,11 @@ class CompletionAnswer:
 
     async def whole(self, outputs: list[RequestOutput]) -> bytes:
         choices = []
+        turns = Turns()
         for index, output in enumerate(outputs):
             for cursor, completion in self._choices(index, output):
                 cursor.has_ended = True
+                await turns.pass_on()
                 choices.append(await self._whole_choice(cursor, completion, output))
         return encode(self._context.head(_KIND) | {"choices": choices, "usage": self._usage(outputs)})
 

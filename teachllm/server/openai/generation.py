@@ -23,6 +23,7 @@ from teachllm.server.http.errors import ApiError, error_body, refused_as
 from teachllm.server.http.sse import DONE, EventStream, event, noticing_hangup
 from teachllm.server.service import Service
 from teachllm.server.start import has_died
+from teachllm.server.turns import Turns
 
 logger = logging.getLogger("teachllm.server")
 
@@ -65,6 +66,7 @@ class Generation:
         self._streams: list[AsyncIterator[RequestOutput]] = []
         self._outputs: list[RequestOutput | None] = [None] * len(jobs)
         self._has_failed = self._is_closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns when the engine has accepted all jobs; then `close` must be called.
@@ -73,10 +75,11 @@ class Generation:
             ApiError: 400 if one is refused (none is left running), 429 if there is no room.
         """
         self._service.admit(self)
-        for job in self._jobs:
-            self._service.metrics.on_params(job.params)
+        turns = Turns()
         try:
             for name, job in zip(self._ids, self._jobs, strict=True):
+                self._service.metrics.on_params(job.params)
+                await turns.pass_on()
                 prompt = {"prompt_token_ids": job.prompt_token_ids}
                 with refused_as():
                     self._streams.append(await self._engine.submit(prompt, job.params, name, **self._options))
@@ -124,10 +127,14 @@ class Generation:
             await self._engine.abort(name)
 
     async def close(self) -> None:
-        """Frees everything. Nothing happens the second time."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """Frees everything, whatever becomes of who waits for it. Nothing happens the second time."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._closing = asyncio.create_task(self._close())
+            await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        turns = Turns()
         try:
             for name, job, output in zip(self._ids[: len(self._streams)], self._jobs, self._outputs, strict=False):
                 if output is None or not output.finished:
@@ -137,6 +144,7 @@ class Generation:
                     self._service.metrics.on_silent_end(job.params.n, self._has_failed)
                 else:
                     self._service.metrics.on_end(output, self._has_failed)
+                await turns.pass_on()
         finally:
             self._service.release(self)
 
