@@ -56,7 +56,7 @@ from teachllm.worker.processes.child import end_with_the_parent, leave_signals_t
 from teachllm.worker.processes.multiprocess import Peers
 
 log = logging.getLogger(__name__)
-_MOST_BETWEEN_STEPS = 256  # messages: whoever has many to say keeps no step waiting
+_MOST_BETWEEN_STEPS = 256  # messages; more of them wait, and the next step does not
 _MAX_FAILURES = 5  # a GPU that has gone wrong stays so
 
 

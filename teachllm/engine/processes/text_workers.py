@@ -24,9 +24,7 @@ _CPU_SECONDS = 5  # that any job may take
 _BYTES_PER_SECOND = 100_000  # of text, for more time; a slow tokenizer on a slow machine does as many
 _NUM_BYTES = 256 << 20  # of memory that any job may take
 _BYTES_PER_BYTE = 1024  # of memory, for each of text beyond that
-
-
-_PATIENCE = 0.1  # seconds
+_PATIENCE = 0.1  # seconds for a process to end whose sockets are closed
 log = logging.getLogger(__name__)
 
 
@@ -44,7 +42,7 @@ class _Worker:
 class TextWorkers:
     """Some processes that have a tokenizer. Belongs to one event loop, but for `start` and `close`.
 
-    If the process that forks them ends by itself, they go on, and whoever needs another one starts it again.
+    If the process that forks workers dies, they keep running, and the next job that needs a new worker restarts it.
     """
 
     def __init__(self, config: EngineConfig, folder: Path) -> None:
@@ -125,7 +123,7 @@ class TextWorkers:
                 return await self._ask_for_worker()
             except (OSError, EOFError):
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    asked.wait(_PATIENCE)  # what it has open is closed a moment before it has ended
+                    asked.wait(_PATIENCE)
                     continue
                 raise
 

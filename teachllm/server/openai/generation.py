@@ -65,7 +65,7 @@ class Generation:
         self.num_completions = sum(job.params.n for job in jobs)
         self._streams: list[AsyncIterator[RequestOutput]] = []
         self._outputs: list[RequestOutput | None] = [None] * len(jobs)
-        self._has_failed = self._is_closed = False
+        self._has_failed = False
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -127,9 +127,8 @@ class Generation:
             await self._engine.abort(name)
 
     async def close(self) -> None:
-        """Frees everything, whatever becomes of who waits for it. Nothing happens the second time."""
-        if not self._is_closed:
-            self._is_closed = True
+        """Frees everything, even if the caller is cancelled meanwhile. Nothing happens the second time."""
+        if self._closing is None:
             self._closing = asyncio.create_task(self._close())
             await asyncio.shield(self._closing)
 
