@@ -70,7 +70,7 @@ class TextService:
         now = partial(run_text_job, self._tokenizer, name, arguments)
 
         async def later() -> Any:
-            packed = msgspec.msgpack.encode(arguments)
+            packed = msgspec.json.encode(arguments)  # its integers may have more than 64 bits
             if self._workers is not None:
                 return await self._workers.run(name, packed)
             return now() if len(packed) <= MAX_INLINE else await asyncio.to_thread(now)

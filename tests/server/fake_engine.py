@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
-import msgspec
 import uvicorn
 
 from teachllm.config import EngineConfig
@@ -124,7 +123,7 @@ class FakeWorkers:
 
     async def run(self, name: str, arguments: bytes) -> Any:
         tokenizer: Any = FakeTokenizer()
-        return run_text_job(tokenizer, name, msgspec.msgpack.decode(arguments))
+        return run_text_job(tokenizer, name, json.loads(arguments))
 
     def close(self) -> None:
         """Nothing is left."""

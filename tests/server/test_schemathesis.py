@@ -1,8 +1,8 @@
 """Whatever the schema allows, and what it does not, sent to the server: requests that nobody thought of.
 
 Schemathesis reads /openapi.json. For each operation it first tries the limits of every field by itself, from both
-sides, and wrong methods and types; then Hypothesis draws at random, the same on every run: more than two thousand
-requests where tests are thorough, a handful that was picked elsewhere. The engine is real, its model small, and the KV
+sides, and wrong methods and types; then Hypothesis draws at random, the same on every run: five thousand requests
+where tests are thorough, a handful that was picked elsewhere. The engine is real, its model small, and the KV
 cache checks itself after every step.
 
 Every answer has to be what the schema says. Nothing may be refused that the schema allows, except where fields
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import requests
 import schemathesis
@@ -27,6 +28,7 @@ from hypothesis.internal.conjecture import providers
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.config import GenerationConfig
+from schemathesis.core.failures import AcceptedNegativeData, FailureGroup
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from teachllm.config import EngineConfig
@@ -46,13 +48,13 @@ CASES = {
     "GET /version": 8,
     "GET /metrics": 8,
     "GET /v1/models": 8,
-    "GET /v1/models/{model}": 50,
-    "POST /v1/completions": 700,
-    "POST /v1/chat/completions": 960,
-    "POST /tokenize": 400,
-    "POST /detokenize": 80,
-    "POST /v1/load_lora_adapter": 70,
-    "POST /v1/unload_lora_adapter": 70,
+    "GET /v1/models/{model}": 60,
+    "POST /v1/completions": 1520,
+    "POST /v1/chat/completions": 2100,
+    "POST /tokenize": 900,
+    "POST /detokenize": 220,
+    "POST /v1/load_lora_adapter": 80,
+    "POST /v1/unload_lora_adapter": 80,
     "POST /reset_prefix_cache": 8,
 }
 _USER = {"role": "user", "content": "a"}
@@ -131,8 +133,8 @@ def schema(server: Server) -> Any:
     return schemathesis.openapi.from_url(f"{server.url}/openapi.json", config=config, timeout=HANG_SECONDS)
 
 
-def test_there_are_two_thousand_cases_and_no_operation_without_any(schema: Any) -> None:
-    assert sum(CASES.values()) >= 2000
+def test_there_are_five_thousand_cases_and_no_operation_without_any(schema: Any) -> None:
+    assert sum(CASES.values()) >= 5000
     assert {result.ok().label for result in schema.get_all_operations()} == set(CASES)
 
 
@@ -143,7 +145,7 @@ def no_constants_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "CONSTANTS_CACHE", type(providers.CONSTANTS_CACHE)(1024))
 
 
-@pytest.mark.skipif(not THOROUGH, reason="more than two thousand requests: make test-thorough")
+@pytest.mark.skipif(not THOROUGH, reason="five thousand requests: make test-thorough")
 @pytest.mark.parametrize("label", CASES)
 def test_an_operation_answers_as_its_schema_says(server: Server, schema: Any, label: str) -> None:
     before = greedy(server)
@@ -204,7 +206,11 @@ def answered(case: Case, session: requests.Session, is_allowed: bool = True) -> 
         limit_work(case.body)
     response = case.call(session=session, timeout=HANG_SECONDS)
     # What these two ask for is asked for below, with the exceptions that are named.
-    case.validate_response(response, excluded_checks=[not_a_server_error, positive_data_acceptance])
+    try:
+        case.validate_response(response, excluded_checks=[not_a_server_error, positive_data_acceptance])
+    except FailureGroup as failures:
+        if not all(is_no_violation(failure, case) for failure in failures.exceptions):
+            raise
     status = response.status_code
     if response.headers["content-type"][0].startswith("text/event-stream"):
         assert not any("error" in chunk for chunk in chunks(response.text))
@@ -216,6 +222,16 @@ def answered(case: Case, session: requests.Session, is_allowed: bool = True) -> 
         if is_positive and status == 400:
             assert CONTRADICTIONS.search(error["message"]), (error, case.body)
     return status
+
+
+def is_no_violation(failure: BaseException, case: Case) -> bool:
+    """Return whether no refusal was due: what violates one branch of `anyOf` may suit another."""
+    if not isinstance(failure, AcceptedNegativeData) or "component: in body" not in failure.message:
+        return False
+    document = case.operation.schema.raw_schema
+    content = document["paths"][case.path][case.method.lower()]["requestBody"]["content"]["application/json"]
+    body_schema = {**content["schema"], "components": document["components"]}
+    return bool(jsonschema_rs.validator_for(body_schema).is_valid(case.body))
 
 
 def to_the_engine(case: Case) -> Case:

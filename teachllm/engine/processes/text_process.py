@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import resource
 import signal
@@ -44,10 +45,10 @@ class TextStart(msgspec.Struct, array_like=True):
 
 
 class TextJob(msgspec.Struct, array_like=True):
-    """One job, and what it may cost beyond what its worker has used."""
+    """One job, its arguments as JSON, and what it may cost beyond what its worker has used."""
 
     name: str
-    arguments: msgspec.Raw
+    arguments: bytes
     cpu_seconds: int
     num_bytes: int
 
@@ -131,7 +132,7 @@ def work(connection: socket.socket, tokenizer: Tokenizer) -> None:
 
 def _result(tokenizer: Tokenizer, job: TextJob) -> TextResult:
     try:
-        return TextResult(run_text_job(tokenizer, job.name, msgspec.msgpack.decode(job.arguments)))
+        return TextResult(run_text_job(tokenizer, job.name, json.loads(job.arguments)))
     except ValueError as error:  # which may quote half a character that was sent
         return TextResult(error=str(error).encode("utf-8", "replace").decode())
     except MemoryError:

@@ -80,7 +80,7 @@ class TextWorkers:
         """Run a job of `text_jobs.py`. Cancelled, it ends at once, wherever it is.
 
         Args:
-            arguments: as MessagePack; the more there is of it, the longer it may take.
+            arguments: as JSON; the more there is of it, the longer it may take.
 
         Raises:
             ValueError: the text is refused, or takes too long.
@@ -98,7 +98,7 @@ class TextWorkers:
             worker = self._idle.pop() if self._idle else await self._fork()
             is_done = False
             try:
-                worker.writer.write(frame(TextJob(name, msgspec.Raw(arguments), seconds, num_bytes)))
+                worker.writer.write(frame(TextJob(name, arguments, seconds, num_bytes)))
                 await worker.writer.drain()
                 result = await _receive(worker.reader)
                 is_done = True

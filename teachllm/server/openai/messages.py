@@ -89,17 +89,17 @@ def _not_too_many(messages: Any) -> Any:
     return messages
 
 
+_KINDS = {"assistant": "assistant", **dict.fromkeys(("tool", "function"), "tool")}
+_KINDS |= dict.fromkeys(("system", "developer", "user"), "user")
+
+
 class OtherMessage(BaseModel):
     """One of a role that the checkpoint's template may know."""
 
     model_config = _AS_SENT
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Annotated[str, Field(min_length=1, max_length=64, json_schema_extra={"not": {"enum": list(_KINDS)}})]
     content: Content | None = None
     name: str | None = None
-
-
-_KINDS = {"assistant": "assistant", **dict.fromkeys(("tool", "function"), "tool")}
-_KINDS |= dict.fromkeys(("system", "developer", "user"), "user")
 
 
 def _kind(message: Any) -> str:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from teachllm.engine.text.text_jobs import ChatText
 from teachllm.server.http.errors import ApiError, refused_as
 from teachllm.server.http.sse import while_connected
-from teachllm.server.openai.messages import AssistantMessage, Message, Tool
+from teachllm.server.openai.messages import Message, Tool
 from teachllm.server.openai.protocol import ChatOptions
 from teachllm.server.service import Service
 from teachllm.server.text_service import TextWork
@@ -95,11 +95,11 @@ def truncated(token_ids: list[int], most: int | None, max_model_len: int) -> lis
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message as it was sent. One that is calls of tools alone may come without content.
+    """Return a message as it was sent, with null for content that was left out: calls of tools may come without.
 
     An empty list of calls is left out: clients send back what they were given, and templates ask whether there is one.
     """
     plain = message.model_dump(exclude_unset=True)
     if plain.get("tool_calls") == []:
         del plain["tool_calls"]
-    return {"content": None, **plain} if isinstance(message, AssistantMessage) else plain
+    return {"content": None, **plain}

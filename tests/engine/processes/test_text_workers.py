@@ -40,7 +40,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 def chat(workers: TextWorkers, template: str | None = None, **variables: Any) -> Coroutine[Any, Any, Any]:
     arguments = {"messages": MESSAGES, "tools": None, "chat_template": template, "variables": variables}
     arguments |= {"add_special_tokens": False, "max_num_tokens": 4096}
-    return workers.run("chat", msgspec.msgpack.encode(arguments))
+    return workers.run("chat", msgspec.json.encode(arguments))
 
 
 def parent_of_workers() -> int:
@@ -49,7 +49,7 @@ def parent_of_workers() -> int:
 
 
 def encode(workers: TextWorkers, *texts: str) -> Coroutine[Any, Any, Any]:
-    return workers.run("encode", msgspec.msgpack.encode({"texts": texts, "add_special_tokens": True}))
+    return workers.run("encode", msgspec.json.encode({"texts": texts, "add_special_tokens": True}))
 
 
 def test_jobs_give_what_they_give_here_and_no_text_ends_a_worker_that_others_need(workers: TextWorkers) -> None:

@@ -243,8 +243,15 @@ def test_null_content_is_an_empty_text_for_a_template_that_fails_with_it_and_nul
     adds = "{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}"
     asks = "{% for m in messages %}{% if m['content'] is none %}none{% endif %}{% endfor %}"
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-    messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    without = ({"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "narrator"})
     for template, expected in ((adds, "<What is a KV cache?><>"), (asks, "none")):
         with serving(engine[0], chat_template=template) as server:
-            tokens = server.post("/tokenize", {"messages": messages}).json()["tokens"]
-            assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == expected
+            for message in without:
+                tokens = server.post("/tokenize", {"messages": [*QUESTION, message]}).json()["tokens"]
+                assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == expected
+
+
+def test_a_template_gets_integers_of_more_than_64_bits(engine: tuple[Any, Any]) -> None:
+    with serving(engine[0], chat_template="{{ messages[0]['n'] }}") as server:
+        tokens = server.post("/tokenize", {"messages": [QUESTION[0] | {"n": 2**70}]}).json()["tokens"]
+        assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == str(2**70)
