@@ -212,17 +212,15 @@ async def _sample(pids: dict[str, int], samples: dict[str, list[int]]) -> None:
 
 
 def _resident_bytes(pids: dict[str, int]) -> dict[str, int]:
-    """Of each process, and of all that work on texts together: these come and go, and share memory."""
-    found = {name: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES for name, pid in pids.items()}
-    return found | {"texts": sum(map(_share_of_memory, processes_for_texts(pids["front"])))}
+    """Of each process, and of the largest one that works on texts: there are as many as are needed at once."""
+    found = {name: _resident_bytes_of(pid) for name, pid in pids.items()}
+    return found | {"texts": max(map(_resident_bytes_of, processes_for_texts(pids["front"])))}
 
 
-def _share_of_memory(pid: int) -> int:
-    """Bytes; of a page that several processes have, its part."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
+def _resident_bytes_of(pid: int) -> int:
+    """Bytes that are in memory, those that other processes share too; 0 for a process that has just ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     return 0
 
 
