@@ -26,6 +26,25 @@ def descendants(pid: int) -> set[int]:
     return found.union(*map(descendants, found))
 
 
+def processes_for_texts(pid: int) -> list[int]:
+    """The process for the texts of one and its workers, as many as were needed at once; a socket leads to each."""
+    parents = [child for child in children(pid) if is_for_texts(child)]
+    found = parents + [worker for parent in parents for worker in children(parent)]
+    return [each for each in found if _command(each)]  # one that has ended has none
+
+
+def is_for_texts(pid: int) -> bool:
+    """Whether it is the process for texts, or one of its workers."""
+    return b"text_process" in _command(pid)
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def is_gone(pid: int) -> bool:
     """One that has ended is, also if whoever started it has not collected it yet."""
     try:

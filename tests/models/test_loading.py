@@ -202,6 +202,34 @@ REFUSED_CONFIGS = [
     ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu'"]),
     ({"hidden_size": ...}, ["lacks 'hidden_size'"]),
     ({"num_key_value_heads": 3}, ["num_key_value_heads=3: must be a divisor of num_attention_heads=4"]),
+    ({"hidden_size": 4, "num_key_value_heads": 4}, ["num_attention_heads=4: must be at most half of hidden_size=4"]),
+    ({"head_dim": 7}, ["head_dim=7 is odd", "pairs of channels"]),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["full_attention", "all layers", "turn alike"]),
+    ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5: must be 1", "all channels of a head are turned"]),
+    ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["'dynamic'", "heads of size 2"]),
+    (
+        {
+            "rope_scaling": {
+                **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0},
+                "original_max_position_embeddings": 64,
+            }
+        },
+        ["low_freq_factor=4.0: must be less than high_freq_factor"],
+    ),
+    ({"rope_scaling": {"type": "linear", "factor": 1e18}}, ["factor=1e+18: must be small enough for a context"]),
+    ({"layer_types": ["full_attention"]}, ["layer_types", "one name per layer, num_hidden_layers=2"]),
+    (
+        {"quantization_config": {"quant_method": "auto-round", "data_type": "mx_fp"}},
+        ["AutoRound with data_type 'mx_fp'", "only 'int'"],
+    ),
+    (
+        {"quantization_config": {"quant_method": "auto-round", "data_type": "fp", "packing_format": "auto_round"}},
+        ["AutoRound with data_type 'fp'", "'auto_round'", "only 'int'"],
+    ),
+    (
+        {"quantization_config": {"quant_method": "auto-round", "packing_format": "mine"}},
+        ["AutoRound in the packing 'mine' (packing_format)", "only"],
+    ),
     ({"rope_scaling": {"type": "su", "factor": 2.0}}, ["'su'", "linear, dynamic, llama3, yarn"]),
     ({"rope_scaling": {"type": "linear"}}, ["config.json: rope_scaling lacks 'factor'"]),
     ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, ["BloomForCausalLM", "ALiBi"]),

@@ -7,13 +7,12 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.clients import http_client
-from tests.processes import children
+from tests.processes import children, is_for_texts
 from tests.programs import start_program
 from tests.waiting import HANG_SECONDS
 
@@ -83,24 +82,6 @@ def started(*arguments: str, **environment: str) -> Iterator[Process]:
 
 def engine_processes(pid: int) -> list[int]:
     """The processes of a server's engine: its children, but for the one that works on texts."""
-    found = [child for child in children(pid) if not _is_for_texts(child)]
+    found = [child for child in children(pid) if not is_for_texts(child)]
     assert found
     return found
-
-
-def processes_for_texts(pid: int) -> list[int]:
-    """The process for a server's texts and its workers, as many as were needed at once; a socket leads to each."""
-    parents = [child for child in children(pid) if _is_for_texts(child)]
-    found = parents + [worker for parent in parents for worker in children(parent)]
-    return [each for each in found if _command(each)]  # one that has ended has none
-
-
-def _is_for_texts(pid: int) -> bool:
-    return b"text_process" in _command(pid)
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return b""

@@ -28,11 +28,12 @@ from random import Random
 import aiohttp
 
 from tests.bench.h200_script import load_script
+from tests.processes import processes_for_texts
 from tests.server import ledger
 from tests.server.client import Seen, Violation, connect, hold, perform
 from tests.server.deaths import KINDS, die_again_and_again
 from tests.server.hostile import hostile_ask, hostile_asks
-from tests.server.process import Process, engine_processes, processes_for_texts, started
+from tests.server.process import Process, engine_processes, started
 from tests.server.traffic import MAX_REQUEST_BYTES, SETTINGS, Pool, make_ask, make_pool
 from tests.waiting import wait_for
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,28 @@ def test_a_load_that_is_no_number_of_tokens_by_layer_and_expert_is_refused(lines
     assert sound.problem is None
     trace = parse_trace([*lines[:at], changed(lines[at], expert_load=load)])
     assert trace.problem is not None and trace.problem.startswith(f"line {at + 1}: 'expert_load' is {load!r}, not")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda step: step["blocks"].pop("cached"), "blocks without 'cached'"),
+        (lambda step: step["scheduled"][0].pop("phase"), "a scheduled request without request_id"),
+        (lambda step: step["scheduled"][0].update(num_sampled=99, num_tokens=98), "98 scheduled tokens yield 99"),
+        (
+            lambda step: step["scheduled"][0].update(next_draft=["", 0]),
+            r"'next_draft' of a scheduled request is \['', 0\]",
+        ),
+    ],
+)
+def test_a_step_that_is_not_as_steps_are_is_refused(
+    lines: list[str], change: Callable[[dict[str, Any]], Any], says: str
+) -> None:
+    at = next(index for index, line in enumerate(lines) if json.loads(line)["event"] == "step")
+    step = json.loads(lines[at])
+    change(step)
+    trace = parse_trace([*lines[:at], json.dumps(step) + "\n"])
+    assert trace.problem is not None and re.match(f"line {at + 1}: {says}", trace.problem)
 
 
 def test_a_line_that_is_missing_is_noticed_where_the_pool_no_longer_adds_up(lines: list[str]) -> None:

@@ -18,7 +18,7 @@ from teachllm.engine.processes import text_workers
 from teachllm.engine.processes.text_workers import TextWorkers
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.models.checkpoint import find_folder
-from tests.processes import children, is_gone
+from tests.processes import children, processes_for_texts
 from tests.waiting import wait_for
 
 ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
@@ -41,11 +41,6 @@ def chat(workers: TextWorkers, template: str | None = None, **variables: Any) ->
     arguments = {"messages": MESSAGES, "tools": None, "chat_template": template, "variables": variables}
     arguments |= {"add_special_tokens": False, "max_num_tokens": 4096}
     return workers.run("chat", msgspec.json.encode(arguments))
-
-
-def parent_of_workers() -> int:
-    [found] = [pid for pid in children(os.getpid()) if "text_process" in Path(f"/proc/{pid}/cmdline").read_text()]
-    return found
 
 
 def encode(workers: TextWorkers, *texts: str) -> Coroutine[Any, Any, Any]:
@@ -74,7 +69,7 @@ def test_jobs_give_what_they_give_here_and_no_text_ends_a_worker_that_others_nee
 
 def test_who_leaves_ends_the_work_at_once(workers: TextWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_workers, "_CPU_SECONDS", 1000)
-    parent = parent_of_workers()
+    [parent] = processes_for_texts(os.getpid())
 
     def busy() -> list[int]:
         return [pid for pid in children(parent) if Path(f"/proc/{pid}/stat").read_text().split()[2] == "R"]
@@ -105,15 +100,14 @@ def test_who_leaves_while_a_worker_starts_is_no_error(capfd: pytest.CaptureFixtu
     with contextlib.closing(TextWorkers.start(EngineConfig(model="teachlm"))) as workers:
         workers.wait_until_loaded()
         run(work(workers))
-        parent = parent_of_workers()
-        wait_for(lambda: sum(not is_gone(pid) for pid in children(parent)) <= 1)  # the last one's
+        wait_for(lambda: len(processes_for_texts(os.getpid())) <= 2)  # the last one's and the one it comes from
     assert capfd.readouterr().err == ""
 
 
 def test_the_process_is_started_again_if_it_has_ended(workers: TextWorkers) -> None:
     async def work() -> None:
         before = await encode(workers, "some words")
-        os.kill(parent_of_workers(), signal.SIGKILL)
+        os.kill(processes_for_texts(os.getpid())[0], signal.SIGKILL)
         several = await asyncio.gather(*(encode(workers, "some words") for _ in range(text_workers.MAX_WORKERS)))
         assert several == [before] * text_workers.MAX_WORKERS
         assert await chat(workers)

@@ -169,3 +169,25 @@ def test_arguments_that_are_no_text_reach_the_template_as_they_are(arguments: An
     call = {"function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
     assert render_conversation(template, messages, {}, {}) == json.dumps(arguments)
+
+
+def test_an_answer_goes_on_where_the_last_text_ends_and_nowhere_else() -> None:
+    template = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    template += "{{ p.text }}{% endfor %}{% endif %}</s>{% endfor %}"
+    user = {"role": "user", "content": "Hi"}
+    parts = [{"type": "text", "text": "The "}, {"type": "text", "text": "cache"}]
+    for content in ("The cache", parts):
+        begun = [user, {"role": "assistant", "content": content}]
+        assert render_conversation(template, begun, {}, {}, continues=True) == "Hi</s>The cache"
+    with pytest.raises(ValueError, match="no text to go on with"):
+        render_conversation(template, [user, {"role": "assistant", "content": None}], {}, {}, continues=True)
+    with pytest.raises(ValueError, match="no text to go on with"):
+        render_conversation(template, [], {}, {}, continues=True)
+    with pytest.raises(ValueError, match="leaves the last message's text out"):
+        render_conversation("{{ messages[0].content }}", [user, user], {}, {}, continues=True)
+
+
+def test_a_call_of_a_kind_that_nobody_knows_is_left_as_it_is() -> None:
+    template = "{{ messages[0].tool_calls | tojson }}"
+    calls: list[Any] = ["add", {"type": "custom"}, {"function": {"name": "add", "arguments": [1]}}]
+    assert json.loads(render_conversation(template, [{"role": "assistant", "tool_calls": calls}], {}, {})) == calls
