@@ -213,16 +213,17 @@ async def _sample(pids: dict[str, int], samples: dict[str, list[int]]) -> None:
 
 
 def _resident_bytes(pids: dict[str, int]) -> dict[str, int]:
-    """Of each process, and of the largest one that works on texts: there are as many as are needed at once."""
+    """Resident bytes of each process, and of the largest one for texts: their number follows the load."""
     found = {name: _resident_bytes_of(pid) for name, pid in pids.items()}
-    return found | {"texts": max(map(_resident_bytes_of, processes_for_texts(pids["front"])))}
+    found["texts"] = 0
+    for pid in processes_for_texts(pids["front"]):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a worker that has just ended
+            found["texts"] = max(found["texts"], _resident_bytes_of(pid))
+    return found
 
 
 def _resident_bytes_of(pid: int) -> int:
-    """Bytes that are in memory, those that other processes share too; 0 for a process that has just ended."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
-    return 0
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
 def _until_idle(process: Process, files: dict[str, Counter[str]], pids: dict[str, int]) -> tuple[float, ledger.Page]:

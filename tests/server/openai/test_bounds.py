@@ -13,6 +13,7 @@ from teachllm.engine.text.text_jobs import MAX_INLINE
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.server.openai import params
 from teachllm.server.openai.messages import MAX_MESSAGES, MAX_PARTS
+from teachllm.server.openai.protocol import ChatCompletionRequest
 from tests.server.conftest import running_engine
 from tests.server.fake_engine import Server, error_of, serving
 
@@ -95,8 +96,10 @@ def test_more_than_one_request_may_ask_for_is_refused(
 def test_without_a_number_of_tokens_an_answer_with_logprobs_is_as_long_as_it_may_be(
     small: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(params, "_LEAST_MOST_ENTRIES", 0)  # as many as the context holds remain
     body = {"messages": [USER], "logprobs": True, "top_logprobs": 20, "n": 8, "ignore_eos": True, "temperature": 1}
+    many = ChatCompletionRequest.model_validate(body | {"n": 128})
+    assert params.most_tokens(small.service, many, 10, 20) * 128 * 21 <= 1 << 17
+    monkeypatch.setattr(params, "_LEAST_MOST_ENTRIES", 0)  # as many as the context holds remain
     answer = small.post(CHAT, body)
     assert answer.status_code == 200
     assert {len(choice["logprobs"]["content"]) for choice in answer.json()["choices"]} == {64 // 8}
