@@ -6,7 +6,9 @@ a broken KV cache would pass every comparison unseen.
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +114,18 @@ ALL = OWN | TRANSFORMERS
 
 def make_checkpoint(name: str, folder: Path | str, seed: int = 0) -> str:
     """Writes the checkpoint `name` (a key of `ALL`) to `folder`, and returns the folder."""
-    build_model(name, seed).save_pretrained(folder)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for file, content in _files(name, seed).items():
+        Path(folder, file).write_bytes(content)
     return str(folder)
+
+
+@cache
+def _files(name: str, seed: int) -> dict[str, bytes]:
+    """The content of each file of a checkpoint, which many tests change a copy of."""
+    with tempfile.TemporaryDirectory() as folder:
+        build_model(name, seed).save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def build_config(name: str) -> PreTrainedConfig:

@@ -23,7 +23,7 @@ collect_ignore = ["other_clients"]  # `make test-clients` runs them
 
 settings.register_profile(
     "teachllm",
-    max_examples=times(60, 500),
+    max_examples=times(40, 500),
     deadline=None,  # the first example pays for imports
     print_blob=True,  # a failure can be played again
     suppress_health_check=[HealthCheck.too_slow],

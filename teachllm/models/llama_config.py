@@ -44,7 +44,7 @@ _READS_BIAS = {
 # Architectures whose code in transformers has one kind of layer, whatever `layer_types` says.
 _IGNORES_LAYER_TYPES = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
 # More than any model has, and few enough that what is made for each of them takes seconds.
-_MOST_LAYERS, _MOST_POSITIONS = 1 << 12, 1 << 24
+MOST_LAYERS, _MOST_POSITIONS = 1 << 12, 1 << 24
 # What each scaling needs to be told, and what else it may be told; all are numbers above 0.
 _SCALING_NEEDS = {
     "default": (),
@@ -168,7 +168,7 @@ def parse(raw: dict[str, Any], where: str = "config.json") -> LlamaConfig:
     if head_size % 2:
         raise ModelError(f"{where}: head_dim={head_size} is odd, and rotary embedding turns pairs of channels")
     has_bias = {key: architecture in read and values.flag(key, False) for key, read in _READS_BIAS.items()}
-    num_layers = values.integer("num_hidden_layers", most=_MOST_LAYERS)
+    num_layers = values.integer("num_hidden_layers", most=MOST_LAYERS)
     return LlamaConfig(
         vocab_size=values.integer("vocab_size"),
         hidden_size=hidden_size,

@@ -58,14 +58,14 @@ def test_it_is_told_what_its_code_did_and_gets_the_engines_own(piece: Any, words
 
 
 def computes(piece: Any) -> int:
-    for _ in range(5_000_000):
+    for _ in range(1_000_000):
         pass
     return int(piece(2) == 4)
 
 
 def waits(piece: Any) -> int:
     for _ in range(10):
-        time.sleep(0.05)
+        time.sleep(0.01)
     return int(piece(2) == 4)
 
 

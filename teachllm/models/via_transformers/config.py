@@ -18,6 +18,7 @@ from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
 from teachllm.models.checkpoint import read_json
 from teachllm.models.json_values import JsonObject, shown
+from teachllm.models.llama_config import MOST_LAYERS
 from teachllm.models.registry import LAYER_TYPES, SUPPORTED
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -70,6 +71,9 @@ def _check_values(values: JsonObject) -> None:
     for key in (*SIZES, *(names[key] for key in SIZES if key in names)):
         if key in values:
             values.integer(key)
+    layers = names.get("num_hidden_layers", "num_hidden_layers")
+    if layers in values:  # some configurations make a list of them
+        values.integer(layers, most=MOST_LAYERS)
     for key in _POSITIVE:
         if values.has(key):
             values.number(key, above=0)

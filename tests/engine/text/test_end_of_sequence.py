@@ -15,9 +15,11 @@ from teachllm import LLM, SamplingParams
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
 from teachllm.models.model_config import load_model_config
+from teachllm.outputs import CompletionOutput
 
 EMBEDDED = Path(teachllm.__file__).parent / "assets" / "teachlm"
 ASK = [{"role": "user", "content": "What is a KV cache?"}]
+TO_THE_END = SamplingParams(temperature=0, max_tokens=150, skip_special_tokens=False)
 SHAPE = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -38,6 +40,13 @@ def fine_tune(folder: Path, config: dict[str, Any], generation: dict[str, Any] |
     return folder
 
 
+@pytest.fixture(scope="module")
+def expected() -> CompletionOutput:
+    """What the embedded model itself answers, to its end of sequence."""
+    with closing(LLM("teachlm")) as llm:
+        return llm.chat(ASK, TO_THE_END, use_tqdm=False)[0].outputs[0]
+
+
 @pytest.mark.parametrize(
     ("config", "generation"),
     [
@@ -48,13 +57,10 @@ def fine_tune(folder: Path, config: dict[str, Any], generation: dict[str, Any] |
     ],
 )
 def test_the_tokenizers_end_of_sequence_ends_an_answer_whatever_the_other_files_name(
-    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None
+    expected: CompletionOutput, tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None
 ) -> None:
-    params = SamplingParams(temperature=0, max_tokens=150, skip_special_tokens=False)
-    with closing(LLM("teachlm")) as llm:
-        expected = llm.chat(ASK, params, use_tqdm=False)[0].outputs[0]
     with closing(LLM(str(fine_tune(tmp_path, config, generation)))) as llm:
-        answer = llm.chat(ASK, params, use_tqdm=False)[0].outputs[0]
+        answer = llm.chat(ASK, TO_THE_END, use_tqdm=False)[0].outputs[0]
     assert expected.finish_reason == "stop" and answer == expected
 
 
