@@ -118,6 +118,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=times(100, 4000), stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=times(60, 4000), stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)

@@ -60,7 +60,7 @@ def test_neither_loop_nor_engine_tokenizes_more_than_a_short_text(
     longest = small.engine_client.tokenizer.max_characters_per_token
     words = [f"word number {i}" for i in range(900)]
     error_of(small.post(TEXT, {"prompt": "a" * (64 * longest)}), 400)  # fits, until it is tokenized
-    small.post(TEXT, {"prompt": ["a" * 60] * 200, "max_tokens": 1})
+    small.post(TEXT, {"prompt": ["a" * 60] * 80, "max_tokens": 1})
     assert small.post(TEXT, {"prompt": "a", "bad_words": words, "max_tokens": 2}).status_code == 200
     small.post(CHAT, {"messages": [USER] * 200, "max_tokens": 1})
     assert sum(count for count, is_busy in tokenized if not is_busy) > 2 * MAX_INLINE
