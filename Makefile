@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt
 # Only a tenth of the installed modules is ever imported, so compiling all of them would take longer than it saves.
+# What nearly every test imports is compiled after all: each of two workers would do it, beside the type checker.
+COMPILE := import fastapi, gradio, hypothesis, ipykernel, matplotlib.pyplot, openai, playwright.sync_api, torch, \
+	transformers.models.llama.modeling_llama, triton
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 # PyPI's torch for Linux brings several GB of CUDA libraries. A Linux machine without an NVIDIA driver takes PyTorch's
@@ -114,6 +117,7 @@ $(VENV)/.lessons: $(SOURCES) | $(VENV)/.torch
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.torch
 	@echo "installing what teachllm and its tests need into $(VENV) (once) ..." >&2
 	@$(INSTALL) --editable '.[dev]' >&2
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c '$(COMPILE)' >&2
 	@touch $(VENV)/.core $(VENV)/.ui $(VENV)/.serve $@
 
 $(VENV)/.torch: constraints.txt | $(VENV)/.pip

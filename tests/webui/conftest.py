@@ -102,7 +102,7 @@ def install_chromium() -> str | None:
         return find_chromium()
 
 
-@pytest.fixture(scope="package")  # elsewhere asyncio finds Playwright's loop running
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     path = find_chromium() or install_chromium()
     if path is None:
