@@ -16,7 +16,7 @@ from teachllm_webui.plan import PlannedRequest
 from teachllm_webui.presets import PRESETS, preset
 from teachllm_webui.session import LiveSession
 from teachllm_webui.timeline import Seen
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, only_thorough
 from tests.waiting import HANG_SECONDS, wait_for
 from tests.webui.conftest import SIZE, Watched
 from tests.webui.trace_server import Serve
@@ -356,6 +356,7 @@ def test_a_port_that_is_in_use_is_one_clear_line(live: tuple[LiveSession, str]) 
         launch(LiveSession(), port=port)
 
 
+@only_thorough
 def test_a_tab_says_that_the_server_is_gone_and_shows_what_the_next_one_has(
     browser: Any, trace: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,7 @@ KINDS = [
 ANY = THOROUGH or ON_GPU  # lengths are drawn, too
 
 
-@pytest.mark.parametrize("kind", KINDS if ANY else [*KINDS[:4], KINDS[5], KINDS[9]], ids=str)
+@pytest.mark.parametrize("kind", KINDS if ANY else [KINDS[i] for i in (1, 3, 5, 9)], ids=str)
 @pytest.mark.parametrize("lens", [[70, 1]] + [[200], [64, 65, 3]] * ANY, ids=str)
 def test_one_token_per_sequence(lens: list[int], kind: Kind) -> None:
     check_one_token(lens, kind)

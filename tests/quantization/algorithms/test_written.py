@@ -38,7 +38,6 @@ RECIPES = [
     Recipe("int8", smoothquant=True, **SOME),
     Recipe("fp8"),
     Recipe("gptq", group_size=32, is_symmetric=False, desc_act=True, **SOME),
-    Recipe("awq", **SOME),
     Recipe("autoround", num_iters=3, is_symmetric=False, group_size=32, **SOME),
 ]
 MORE_RECIPES = [
@@ -47,6 +46,7 @@ MORE_RECIPES = [
     Recipe("rtn", group_size=64),
     Recipe("gptq", **SOME),
     Recipe("gptq", bits=8, group_size=-1, **SOME),
+    Recipe("awq", **SOME),
     Recipe("awq", group_size=-1, is_symmetric=True, **SOME),
     Recipe("autoround", num_iters=3, **SOME),
     Recipe("autoround", num_iters=3, bits=8, group_size=64, **SOME),

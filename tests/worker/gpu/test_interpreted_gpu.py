@@ -109,7 +109,7 @@ def test_a_tree_of_drafts_is_sampled_and_verified_as_on_a_cpu_with_a_quantized_c
 @pytest.mark.parametrize("method", ["draft_model", "ngram", "eagle"] if THOROUGH else ["draft_model"])
 def test_drafts_proposed_and_verified_in_a_graph_are_those_of_a_cpu(method: str) -> None:
     """The second step of a shape is recorded, the third is the recording: proposals, verdicts and K of what held."""
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     found = []
     for is_interpreted in (False, True):
         with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,7 @@ from tests.thorough import times
 
 FORMATS = list(TOOL_PARSERS)
 OPEN, CLOSE, TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
-EXAMPLES = times(15, 500)
+EXAMPLES = times(10, 500)
 every_format = pytest.mark.parametrize("name", FORMATS)
 
 
