@@ -58,7 +58,7 @@ def test_it_is_told_what_its_code_did_and_gets_the_engines_own(piece: Any, words
 
 
 def computes(piece: Any) -> int:
-    for _ in range(1_000_000):
+    for _ in range(2_000_000):
         pass
     return int(piece(2) == 4)
 

@@ -12,10 +12,9 @@ EQUAL = {
     *("gemma2", "gemma3_text", "gpt2", "granitemoehybrid", "moshi", "nemotron", "olmo2", "opt"),
 }
 REFUSED = {"diffllama", "deepseek_v3", "gpt_oss", "mamba"}
-USUAL = (EQUAL | REFUSED) - {"gemma2", "olmo2"}  # which test_model_equality.py compares too
 
 
-@pytest.mark.parametrize("kind", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if THOROUGH else USUAL))
+@pytest.mark.parametrize("kind", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if THOROUGH else EQUAL | REFUSED))
 def test_a_type_gives_the_tokens_of_transformers_or_is_refused_by_what_it_has(kind: str) -> None:
     [row] = rows([kind])
     assert row.verdict != "WRONG", row
