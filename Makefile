@@ -6,10 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt
 # Only a tenth of the installed modules is ever imported, so compiling all of them would take longer than it saves.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # What nearly every test imports is compiled after all: each of two workers would do it, beside the type checker.
 COMPILE := import fastapi, gradio, hypothesis, ipykernel, matplotlib.pyplot, openai, playwright.sync_api, torch, \
 	transformers.models.llama.modeling_llama, triton
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 # PyPI's torch for Linux brings several GB of CUDA libraries. A Linux machine without an NVIDIA driver takes PyTorch's
 # CPU build instead, if PyTorch's index answers. TORCH_INDEX=URL takes torch from that index; TORCH_INDEX= (empty) takes

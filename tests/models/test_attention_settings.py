@@ -251,6 +251,8 @@ def test_a_size_that_no_tensor_has_is_refused_through_transformers_too(
     [
         ("n_layer", 1000, "n_layer=1000: must be at most 2, as no tensor"),
         ("n_layer", 0, "n_layer=0: must be a whole number from 1"),
+        ("n_layer", 10**9, "n_layer=1000000000: must be a whole number from 1 to 4096"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers=1000000000: must be a whole number from 1 to 4096"),
         ("n_embd", "64", "n_embd='64': must be a whole number from 1"),
         ("n_positions", -1, "n_positions=-1: must be a whole number from 1"),
         ("vocab_size", 10**9, r"tensor transformer.wte.weight has shape \[512, 64\]"),

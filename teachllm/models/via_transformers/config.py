@@ -68,12 +68,12 @@ def _check_values(values: JsonObject) -> None:
     if model_type not in CONFIG_MAPPING and not values.has("auto_map"):
         raise values.refusal("model_type", "one of transformers'")
     names = {} if model_type not in CONFIG_MAPPING else CONFIG_MAPPING[model_type].attribute_map
-    for key in (*SIZES, *(names[key] for key in SIZES if key in names)):
-        if key in values:
-            values.integer(key)
-    layers = names.get("num_hidden_layers", "num_hidden_layers")
-    if layers in values:  # some configurations make a list of them
-        values.integer(layers, most=MOST_LAYERS)
+    for size in SIZES:
+        # Some configurations make a list of their layers.
+        bounds = {"most": MOST_LAYERS} if size == "num_hidden_layers" else {}
+        for key in (size, names.get(size, size)):
+            if key in values:
+                values.integer(key, **bounds)
     for key in _POSITIVE:
         if values.has(key):
             values.number(key, above=0)
