@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import gc
 import logging
 import os
 import signal
@@ -24,6 +26,7 @@ import uvicorn
 
 from teachllm.config import EngineConfig
 from teachllm.server.app import create_app
+from teachllm.server.freed_memory import give_back_freed_memory
 from teachllm.server.http import log
 from teachllm.server.http.connections import PatientProtocol
 from teachllm.server.options import ServerOptions
@@ -116,11 +119,13 @@ class _ServerLifecycle:
             loop.add_signal_handler(number, self._on_signal)
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
         logger.info("listening", extra={"fields": {"url": self._url(listener)}})
+        trimming = asyncio.create_task(give_back_freed_memory())
         try:
             if await self._load():
                 await _first_of(self._told_to_end, self._died)
             return await self._end()
         finally:
+            trimming.cancel()
             for hub in self._traces:
                 hub.close()
             self.server.should_exit = True
@@ -158,6 +163,8 @@ class _ServerLifecycle:
                 trace_sinks=[hub.sink for hub in self._traces],
             )
             workers.wait_until_loaded()
+            gc.collect()
+            gc.freeze()  # what is loaded stays: a collection would stop every stream while it looked at all of that
             return client
 
         loading = _in_thread(load)
@@ -273,8 +280,8 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def _unix_socket(path: str) -> socket.socket:
-    if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
-        os.unlink(path)  # of a server that has ended
+    if _is_left_over(path):
+        os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(path)
@@ -282,6 +289,15 @@ def _unix_socket(path: str) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _is_left_over(path: str) -> bool:
+    """Return whether a socket lies there at which nobody listens: a server's that was killed."""
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)  # of one that has no time to answer
+        return probe.connect_ex(path) == errno.ECONNREFUSED
 
 
 def _leave_at_once(code: int) -> None:

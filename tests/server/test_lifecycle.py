@@ -256,6 +256,8 @@ def test_a_server_on_a_unix_socket_takes_any_host_and_closes_silent_connections(
         used.result(HANG_SECONDS)
     with closing(lifecycle._listen(life.options)):  # what a server has left behind is in nobody's way
         assert path.is_socket()
+        with pytest.raises(ValueError, match=r"in use: choose another --uds"):
+            lifecycle._listen(life.options)
     path.unlink()
     path.touch()
     with pytest.raises(ValueError, match="choose another --uds"):

@@ -313,7 +313,7 @@ def _attend_rectangle(
     if rectangle.mask is not None:
         per_query = scores.view(num_tiles, num_kv_heads, group, num_queries, num_keys)
         per_query.masked_fill_(rectangle.mask, float("-inf"))
-    weights = scores.softmax(dim=-1)
+    weights = torch.softmax(scores, dim=-1, out=scores)  # in their place: they are the most that a step allocates
     if rectangle.bags is not None and v_cache.dtype == wide:
         # A bag is a weighted sum of table rows: V is read once, from where it lies, and never copied.
         table, per_row = v_cache.view(-1, head_size), weights.view(-1, num_keys)
