@@ -31,10 +31,13 @@ def read_template(given: str | None) -> str | None:
     """The template, or what is in the file of that name.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or the file is no text.
     """
     if given is None or "{" in given:
         return given
     if not os.path.isfile(given):
         raise ValueError(f"--chat-template {given}: there is no such file, and it is no template either")
-    return Path(given).read_text(encoding="utf-8")
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--chat-template {given}: the file is no text in UTF-8") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -144,7 +145,7 @@ def _with_object(call: Any) -> Any:
     if not isinstance(text, str | None):
         return call
     try:
-        arguments = json.loads(text or "{}", parse_constant=_refuse_constant)
+        arguments = json.loads(text or "{}", parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
@@ -155,6 +156,13 @@ def _with_object(call: Any) -> Any:
 def _refuse_constant(name: str) -> None:
     """Refuse NaN and infinity, which Python's reader takes for JSON."""
     raise ValueError(name)
+
+
+def _finite(number: str) -> float:
+    """Refuse what Python's reader takes for infinity, as `1e999`: no JSON could say that again."""
+    if math.isinf(value := float(number)):
+        raise ValueError(number)
+    return value
 
 
 def _join_unread_parts(template: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> None:

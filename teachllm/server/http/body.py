@@ -1,16 +1,18 @@
 """A request's body: read up to a limit, taken as JSON in the strict sense, and checked against what is accepted.
 
-Not left to the framework: it would take `NaN` and half a surrogate pair for JSON, a nesting too deep for a bug of the
-server, and a body without end for a request.
+Not left to the framework: it would take `NaN`, `1e999` and half a surrogate pair for JSON, a nesting too deep for a bug
+of the server, and a body without end for a request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
@@ -18,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from teachllm.server.http.errors import ApiError, of_validation
 
 M = TypeVar("M", bound=BaseModel)
+_MAY_BE_HUGE = re.compile(rb"[0-9]{309}|[eE]\+?[0-9]{3}")
 _PATIENCE = 60  # seconds for another piece of a body: who sends none holds the connection for nothing
 _MAX_UNREAD_BYTES, _MAX_UNREAD_SECONDS = 32 << 20, 5.0  # for the rest of one that is refused
 
@@ -74,7 +77,11 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, object]:
     except ClientDisconnect:
         raise ApiError(400, "the client left before its request was complete") from None
     try:
-        content = from_json(bytes(body), allow_inf_nan=False)
+        content = from_json(bytes(body), allow_inf_nan=False)  # which takes 1e999 for infinity
+        if _MAY_BE_HUGE.search(body):
+            msgspec.json.decode(body)
+    except msgspec.ValidationError:
+        raise ApiError(400, "the body has a number that no float of 64 bits holds: send a smaller one") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(content, dict):

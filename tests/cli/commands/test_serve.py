@@ -82,3 +82,9 @@ def test_certificates_of_clients_are_options_too(options: Any, tmp_path: Path) -
 def test_what_cannot_be_is_refused_before_the_model_is_loaded(teachllm, flags: tuple[str, str], message: str) -> None:
     result = teachllm("serve", *flags)
     assert result.exit_code == 1 and message in result.output
+
+
+def test_a_template_that_is_no_text_is_refused_by_its_flag(teachllm, tmp_path: Path) -> None:
+    (tmp_path / "of.jinja").write_bytes(b"\xfa\xff")
+    result = teachllm("serve", "--chat-template", str(tmp_path / "of.jinja"))
+    assert result.exit_code == 1 and "--chat-template" in result.output and "UTF-8" in result.output

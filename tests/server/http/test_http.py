@@ -30,6 +30,8 @@ PATH = "/v1/completions"
         b"null",
         b'{"prompt": NaN}',
         b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "unknown": {"a": 1e999}}',
+        b'{"prompt": "a", "unknown": {"a": [-' + b"9" * 309 + b".5]}}",
         b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
         b'{"prompt": "\\ud800"}',
         b'{"prompt": "\xff"}',
@@ -42,6 +44,12 @@ PATH = "/v1/completions"
 @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/load_lora_adapter"])
 def test_a_body_that_is_no_object_of_json_is_refused(server: Server, path: str, body: bytes) -> None:
     error_of(server.http.post(path, content=body, headers={"content-type": "application/json"}), 400)
+
+
+def test_long_numbers_that_a_float_holds_are_read(server: Server) -> None:
+    for number in (b"1e+0000001", b"0." + b"1" * 400, b"-1E308", b"9" * 309, b'"1e999"'):
+        body = b'{"prompt": "a", "unknown": ' + number + b"}"
+        assert server.http.post(PATH, content=body, headers={"content-type": "application/json"}).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/xml", "", None])

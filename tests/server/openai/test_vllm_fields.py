@@ -149,7 +149,9 @@ def test_the_whole_vocabulary_is_told_only_where_that_is_allowed(server: Server)
         assert {len(entry) for entry in choice["prompt_logprobs"] if entry} == {engine.vocab_size}
 
 
-@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": NaN}', '{"a": Infinity}', "[1]", "{", "[" * 5000])
+@pytest.mark.parametrize(
+    "arguments", ['{"a": "\\ud800"}', '{"a": NaN}', '{"a": Infinity}', '{"a": 1e999}', "[1]", "{", "[" * 5000]
+)
 def test_broken_arguments_of_a_call_are_refused(server: Server, arguments: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     template = "{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}"
