@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -13,13 +14,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from teachllm.config import EngineConfig
-from teachllm.server import lifecycle
+from teachllm.server import freed_memory, lifecycle
 from teachllm.server.http import connections
 from teachllm.server.options import ServerOptions
 from tests.clients import http_client
@@ -227,6 +229,28 @@ def test_an_address_that_is_taken_is_refused_by_name(make: Callable[..., Life]) 
     life = make(host="192.0.2.1")  # of no machine
     with pytest.raises(ValueError, match=r"cannot listen on 192\.0\.2\.1:0: .*: choose another --port or --host"):
         lifecycle.serve(EngineConfig(model="m"), life.options)
+
+
+def test_a_wrong_name_of_a_tool_parser_is_refused_at_the_start() -> None:
+    options = ServerOptions(port=0, enable_auto_tool_choice=True, tool_call_parser="none")
+    with pytest.raises(ValueError, match="none"):
+        lifecycle.serve(EngineConfig(model="m"), options)
+
+
+def test_freed_memory_goes_back_again_and_again_where_the_c_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def three_times() -> None:
+        trimming = asyncio.create_task(freed_memory.give_back_freed_memory())
+        while len(asked) < 3:
+            await asyncio.sleep(0)
+        trimming.cancel()
+
+    asked: list[int] = []
+    monkeypatch.setattr(freed_memory, "_INTERVAL", 0.0)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=asked.append))
+    asyncio.run(three_times())
+    assert asked[:3] == [0, 0, 0]  # nothing is kept at the end of the heap
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    asyncio.run(freed_memory.give_back_freed_memory())  # it returns at once
 
 
 def test_a_server_on_a_unix_socket_takes_any_host_and_closes_silent_connections(

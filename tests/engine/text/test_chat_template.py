@@ -85,7 +85,9 @@ def test_arguments_that_are_json_text_arrive_as_the_object() -> None:
     as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"a": 1, "b": "é"}'
     for name in ("dumps messages", "loops over arguments"):
         assert ours(TEMPLATES[name], as_text, None) == ours(TEMPLATES[name], CHAT["tool"], None)
-    for wrong in ("{", "[1]", "[" * 100_000):
+    as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"a": 1.5e3}'
+    assert "<a=1500.0>" in ours(TEMPLATES["loops over arguments"], as_text, None)
+    for wrong in ("{", "[1]", '{"a": -1e999}', "[" * 100_000):
         as_text[1]["tool_calls"][0]["function"]["arguments"] = wrong
         with pytest.raises(ValueError, match=r"^the arguments of a tool call have to be a JSON object, as text$"):
             render_conversation(TEMPLATES["plain"], as_text, {}, {})
