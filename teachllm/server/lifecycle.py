@@ -292,7 +292,7 @@ def _unix_socket(path: str) -> socket.socket:
 
 
 def _is_left_over(path: str) -> bool:
-    """Return whether a socket lies there at which nobody listens: a server's that was killed."""
+    """Return whether the path is a socket that no process listens on, as a killed server leaves it."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

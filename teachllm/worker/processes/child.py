@@ -18,9 +18,9 @@ _LIBRARY_SETTINGS = {
     # PyTorch and oneDNN keep a plan for each number of rows that a matrix product has met: in the end, hundreds of MB.
     "LRU_CACHE_CAPACITY": "16",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
-    # On a CPU, a thread of the model that waits for the others gives its core back after this many turns, a fifteenth
-    # of what GNU's OpenMP waits. Beside a process that tokenizes, whoever shares a core with it can then move to the
-    # free one, and the longest gap between two tokens is half as long.
+    # An OpenMP thread that waits at a barrier spins this often and then sleeps; GNU's default is 15 times as much. The
+    # sleeping thread frees its core for a thread that shares another core with a tokenizing process: the longest gap
+    # between two tokens is then half as long.
     "GOMP_SPINCOUNT": "20000",
 }
 # What Python code may handle, and whose handler may raise in the middle of anything.
