@@ -12,8 +12,9 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of its probability.
         rank: 1 for the most likely token.
-        decoded_token: what it adds to the text: of a character's tokens the last one has it all. None without a
-            tokenizer, or where the request does not detokenize.
+        decoded_token: what it adds to the text: of a character's tokens the last one has it all, and bytes that are
+            no character are U+FFFD of the token that shows it. None without a tokenizer, or where the request does
+            not detokenize.
     """
 
     logprob: float

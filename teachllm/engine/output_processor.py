@@ -14,17 +14,25 @@ from teachllm.engine.text.detokenizer import IncrementalDetokenizer, StopMatch
 from teachllm.engine.text.token_texts import TokenTexts
 from teachllm.engine.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, Tokenizer
 from teachllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from teachllm.sampling_params import SamplingParams
 
 _CONTEXT = MAX_TOKENS_PER_CHARACTER - 1  # tokens before one that may be other parts of its character
 
 
 @dataclass(slots=True)
 class _Child:
-    """One completion: where it stands in its request's output, and its text in the making."""
+    """One completion: where it stands in its request's output, and its text in the making.
+
+    Attributes:
+        prompt_detokenizer: tells what each token of a scored prompt adds to its text; the first completion has it.
+        last_logprob: of the last token that is part of the text.
+    """
 
     output: RequestOutput
     completion: CompletionOutput
     detokenizer: IncrementalDetokenizer | None
+    prompt_detokenizer: IncrementalDetokenizer | None = None
+    last_logprob: Logprob | None = None
 
 
 class OutputProcessor:
@@ -70,6 +78,10 @@ class OutputProcessor:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
             output.outputs.append(completion)
             self._children[child.request_id] = _Child(output, completion, detokenizer)
+        if self._tokenizer is not None and output.prompt_logprobs and params.detokenize:
+            of_prompt = IncrementalDetokenizer(self._tokenizer, (), SamplingParams(skip_special_tokens=False))
+            of_prompt.append(prompt_token_ids[:1])
+            self._children[children[0].request_id].prompt_detokenizer = of_prompt
         return output
 
     def update(self, update: RequestUpdate, now: float) -> tuple[RequestOutput, StopMatch | None]:
@@ -84,8 +96,7 @@ class OutputProcessor:
         if completion.index == 0:
             output.num_cached_tokens = request.num_cached_tokens or 0
             if update.prompt_logprobs is not None and output.prompt_logprobs is not None:
-                decodes = request.sampling_params.detokenize
-                self._add_prompt_logprobs(output, output.prompt_logprobs, update.prompt_logprobs, update.start, decodes)
+                self._add_prompt_logprobs(child, output.prompt_logprobs, update.prompt_logprobs, update.start)
         match = None
         if child.detokenizer is not None and tokens:
             match = child.detokenizer.append(tokens, request.finish_reason is FinishReason.STOP)
@@ -93,12 +104,16 @@ class OutputProcessor:
                 tokens = tokens[: match.num_tokens_used]
             completion.text = child.detokenizer.text
         if update.logprobs is not None and completion.logprobs is not None:
-            decodes = request.sampling_params.detokenize
             before = [*output.prompt_token_ids[-_CONTEXT:], *completion.token_ids[-_CONTEXT:]]
-            for entry in update.logprobs[: len(tokens)]:
-                completion.logprobs.append(self._logprobs(entry, before, decodes))
+            decodes = child.detokenizer is not None
+            added = child.detokenizer.added if child.detokenizer is not None else [None] * len(tokens)
+            for entry, text in zip(update.logprobs[: len(tokens)], added, strict=False):
+                found = self._logprobs(entry, before, text, decodes)
+                completion.logprobs.append(found)
                 completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + entry.logprob
                 before.append(entry.token_id)
+                if text is not None:
+                    child.last_logprob = found[entry.token_id]
         completion.token_ids += tokens
         if metrics is not None and (match is not None or request.finish_reason is not None):
             metrics.num_preemptions += request.num_preemptions
@@ -122,7 +137,7 @@ class OutputProcessor:
     def _end(self, child_id: str, reason: str, stop_reason: str | int | None) -> None:
         child = self._children.pop(child_id)
         if child.detokenizer is not None:
-            child.detokenizer.finish()
+            _add_text(child.last_logprob, child.detokenizer.finish())
             child.completion.text = child.detokenizer.text
         child.completion.finish_reason, child.completion.stop_reason = reason, stop_reason
         if child.output.finished:
@@ -130,25 +145,46 @@ class OutputProcessor:
             self._taken -= {request_id, *self._ids.pop(request_id)}
 
     def _add_prompt_logprobs(
-        self,
-        output: RequestOutput,
-        known: list[dict[int, Logprob] | None],
-        entries: list[TokenLogprobs],
-        start: int,
-        decodes: bool,
+        self, child: _Child, known: list[dict[int, Logprob] | None], entries: list[TokenLogprobs], start: int
     ) -> None:
+        prompt, detokenizer = child.output.prompt_token_ids, child.prompt_detokenizer
         for index, entry in enumerate(entries, start=start + 1):
-            if index == len(known):  # a preempted prompt is computed, and scored, a second time
-                before = output.prompt_token_ids[max(index - _CONTEXT, 0) : index]
-                known.append(self._logprobs(entry, before, decodes))
+            if index < len(known):  # a preempted prompt is computed, and scored, a second time
+                continue
+            before, text = prompt[max(index - _CONTEXT, 0) : index], None
+            if detokenizer is not None:
+                detokenizer.append([entry.token_id])
+                [text] = detokenizer.added
+            found = self._logprobs(entry, before, text, detokenizer is not None)
+            known.append(found)
+            if detokenizer is not None and len(known) == len(prompt):
+                _add_text(found[entry.token_id], detokenizer.finish())
 
-    def _logprobs(self, entry: TokenLogprobs, before: list[int], decodes: bool) -> dict[int, Logprob]:
-        """By token id: the one at hand first, as vLLM has it, then the most likely ones, best first."""
+    def _logprobs(
+        self, entry: TokenLogprobs, before: list[int], added: str | None, decodes: bool
+    ) -> dict[int, Logprob]:
+        """By token id: the one at hand first, as vLLM has it, then the most likely ones, best first.
+
+        Args:
+            before: the ids in front of it.
+            added: what the one at hand adds to the text; None if it is no part of it.
+            decodes: tokens are told as text.
+        """
         found = {entry.token_id: Logprob(entry.logprob, entry.rank)}
         for rank, (token_id, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
             found.setdefault(token_id, Logprob(value, rank))
         if self._tokenizer is not None and decodes:
             for (token_id, logprob), text in zip(found.items(), self._token_texts(list(found)), strict=True):
-                is_part = REPLACEMENT in text
-                logprob.decoded_token = self._tokenizer.token_text_after(before, token_id) if is_part else text
+                if added is not None and token_id == entry.token_id:
+                    logprob.decoded_token = added
+                elif REPLACEMENT in text:  # part of a character
+                    logprob.decoded_token = self._tokenizer.token_text_after(before, token_id)
+                else:
+                    logprob.decoded_token = text
         return found
+
+
+def _add_text(logprob: Logprob | None, text: str) -> None:
+    """Adds what ends a text, and is no character, to the token that it ends with."""
+    if logprob is not None and text:
+        logprob.decoded_token = (logprob.decoded_token or "") + text

@@ -47,6 +47,10 @@ class IncrementalDetokenizer:
         tokenizer: turns ids into text.
         prompt_token_ids: its last few tokens are the context of the first output token.
         params: stop strings, `min_tokens`, and how to treat special tokens.
+
+    Attributes:
+        added: what each id of the last `append` added to the text, before a stop string was cut from it: nothing for
+            a character's tokens but the last one, and None for an id that is no part of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -58,10 +62,12 @@ class IncrementalDetokenizer:
         self._skip_special = params.skip_special_tokens
         self._enabled = params.detokenize
         self._num_tokens = 0
+        self.added: list[str | None] = []
         self._settled = ""  # all text that can no longer change
         self._num_shown = 0  # characters of it that are shown: the rest could become a stop string
         # Ids of the window, and how many characters of its text are settled (or belong to the prompt).
         self._window, self._num_context, self._num_settled = list[int](), 0, 0
+        self._prompt_rest = ""  # what the prompt ends with that is no character, unless the output completes it
         if self._enabled:
             self._begin([i for i in prompt_token_ids[-4 * _NUM_CONTEXT_TOKENS :] if self._has_text(i)])
 
@@ -80,14 +86,18 @@ class IncrementalDetokenizer:
         Returns:
             The stop string that ended the output, if one did. Nothing may be appended after that.
         """
+        self.added = [None] * len(token_ids)
         if not self._enabled:
             return None
         if finished_by_token and not self._include_stop:
             token_ids = token_ids[:-1]
         for count, token_id in enumerate(token_ids, start=1):
             self._num_tokens += 1
+            if not self._has_text(token_id):
+                continue
             start = len(self._settled)
             self._settle(token_id)
+            self.added[count - 1] = self._settled[start:]
             if len(self._settled) == start:
                 continue
             stop = self._find_stop(start)
@@ -96,22 +106,27 @@ class IncrementalDetokenizer:
         self._num_shown = len(self._settled) - self._num_held()
         return None
 
-    def finish(self) -> None:
-        """Shows what was held back: no more tokens will come. After a stop string there is nothing left to show."""
-        if self._enabled:
-            self._settled += self._decode(self._window)[self._num_settled :]
-            self._window, self._num_settled = [], 0
-            self._num_shown = len(self._settled)
+    def finish(self) -> str:
+        """Shows what was held back: no more tokens will come. After a stop string there is nothing left to show.
+
+        Returns:
+            What the last tokens, which are no whole character, have added to the text by that.
+        """
+        if not self._enabled:
+            return ""
+        rest = self._without_prompt(self._decode(self._window)[self._num_settled :])
+        self._settled += rest
+        self._window, self._num_settled = [], 0
+        self._num_shown = len(self._settled)
+        return rest
 
     def _settle(self, token_id: int) -> None:
         """Adds a token to the window and moves text that can no longer change into `_settled`."""
-        if not self._has_text(token_id):
-            return
         self._window.append(token_id)
         text = self._decode(self._window)
         whole = text.rstrip(REPLACEMENT)  # replacement characters at the end may be a character in the making
         if len(whole) > self._num_settled:
-            self._settled += whole[self._num_settled :]
+            self._settled += self._without_prompt(whole[self._num_settled :])
             self._num_settled = len(whole)
             if len(whole) == len(text):
                 self._restart_window()
@@ -122,36 +137,39 @@ class IncrementalDetokenizer:
         """Takes the prompt's last ids as context: from where a character begins to where the last whole one ends.
 
         Half a character at the front would do more harm than it seems: a decoder with byte fallback blanks the whole
-        run of byte tokens that it stands in. Half a one at the end is completed, and so shown, by the output.
+        run of byte tokens that it stands in. Half a one at the end is shown as soon as the output completes it.
         """
         start = max(len(ids) - _NUM_CONTEXT_TOKENS, 0)
         literal = self._tokenizer.replacement_ids
         starts = (first for first in range(start, -1, -1) if self._begins_whole(ids[first:], literal))
         self._window = ids[next(starts, len(ids)) :]
-        if literal and self._window[-len(literal) :] == literal:  # the character itself, whole
-            self._num_context, self._num_settled = len(self._window), len(self._decode(self._window))
-            return
-        for cut in range(min(MAX_TOKENS_PER_CHARACTER, len(self._window) + 1)):
-            self._num_context = len(self._window) - cut
-            text = self._decode(self._window[: self._num_context])
-            if not text.endswith(REPLACEMENT):
-                break
-        else:  # bytes that are no character
-            self._num_context, text = len(self._window), self._decode(self._window).rstrip(REPLACEMENT)
-        self._num_settled = len(text)
+        text = self._decode(self._window)
+        self._num_settled = len(text.rstrip(REPLACEMENT))
+        self._prompt_rest = text[self._num_settled :]
+        ends = (len(self._window) - cut for cut in range(min(MAX_TOKENS_PER_CHARACTER, len(self._window) + 1)))
+        whole = (end for end in ends if not self._decode(self._window[:end]).endswith(REPLACEMENT))
+        self._num_context = next(whole, len(self._window))  # without any, these are bytes that are no character
 
     def _begins_whole(self, ids: list[int], literal: list[int]) -> bool:
         """Return whether the first character is not cut off in front; `literal` are U+FFFD's own ids."""
         if literal and ids[: len(literal)] == literal:
             return True
         counts = range(1, MAX_TOKENS_PER_CHARACTER + 1)
-        return any(REPLACEMENT not in self._decode(ids[:count]) for count in counts)
+        return any(not self._decode(ids[:count]).startswith(REPLACEMENT) for count in counts)
 
     def _restart_window(self) -> None:
         """Everything is settled: keep only the last added token or tokens as context for the next."""
         self._window = self._window[self._num_context :]
         self._num_context = len(self._window)
         self._num_settled = len(self._decode(self._window))
+
+    def _without_prompt(self, text: str) -> str:
+        """Return the output's first text without what is the prompt's in it."""
+        if not self._prompt_rest:
+            return text
+        length = min(len(self._prompt_rest), len(text) - len(text.lstrip(REPLACEMENT)))
+        self._prompt_rest = self._prompt_rest[length:] if length == len(text) else ""
+        return text[length:]
 
     def _cut_window(self, text: str) -> None:
         """Settles the front of a window of invalid bytes, so that not even garbage is decoded over and over."""
@@ -160,7 +178,7 @@ class IncrementalDetokenizer:
             front_text = self._decode(front)
             # Equal only if no character lies across the cut.
             if len(front_text) >= self._num_settled and front_text + self._decode(back) == text:
-                self._settled += front_text[self._num_settled :]
+                self._settled += self._without_prompt(front_text[self._num_settled :])
                 self._window, self._num_settled, self._num_context = back, 0, 0
                 return
 

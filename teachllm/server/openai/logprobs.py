@@ -84,16 +84,28 @@ class CompletionLogprobs:
         found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for place, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
             text = self._text_of(token_id) if entry is None else entry[token_id].decoded_token
+            if place < num_prompt_tokens:
+                text, length = self._in_prompt(text, is_last=place == num_prompt_tokens - 1)
+            else:
+                length = 0 if text is None or token_id in self._style.hidden_ids else len(text)
             found["text_offset"].append(self._offset)
             found["tokens"].append(self._style.name(token_id, text))
-            in_prompt = place < num_prompt_tokens
-            if text is not None and (
-                self._prompt.startswith(text, self._offset) if in_prompt else token_id not in self._style.hidden_ids
-            ):
-                self._offset += len(text)
+            self._offset += length
             found["token_logprobs"].append(None if entry is None else finite(entry[token_id].logprob))
             found["top_logprobs"].append(None if entry is None else self._top(entry))
         return found
+
+    def _in_prompt(self, text: str | None, is_last: bool) -> tuple[str | None, int]:
+        """Return a prompt token's text as the prompt has it, and how many of the prompt's characters it covers."""
+        left = len(self._prompt) - self._offset
+        if text is None:
+            return None, left if is_last else 0
+        if is_last and not text:  # part of a character, and nothing before it
+            text = self._prompt[self._offset :]
+        if self._offset == 0 and not self._prompt.startswith(text) and self._prompt.startswith(text.removeprefix(" ")):
+            text = text.removeprefix(" ")  # that the tokenizer puts in front of a text
+        length = len(text) if self._prompt.startswith(text, self._offset) else 0  # 0: a token added to the text
+        return text, left if is_last else length
 
     def _top(self, entry: Entry) -> dict[str, float]:
         top: dict[str, float] = {}

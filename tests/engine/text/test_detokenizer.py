@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -85,6 +85,43 @@ def test_what_was_shown_stays_and_never_ends_in_half_a_character(ids: list[int])
         assert later.startswith(earlier)
     assert not any(text.endswith(REPLACEMENT) for text in shown[:-1])
     assert all(text.count(REPLACEMENT) <= shown[-1].count(REPLACEMENT) for text in shown)
+
+
+@given(random_ids, st.integers(1, 5), st.booleans(), st.sampled_from([BYTE_LEVEL, METASPACE]))
+def test_what_each_token_added_joins_to_the_text(
+    ids: list[int], at_once: int, skip: bool, tokenizer: Tokenizer
+) -> None:
+    under_test = detokenizer(tokenizer, skip_special_tokens=skip)
+    added: list[str | None] = []
+    for start in range(0, len(ids), at_once):
+        under_test.append(ids[start : start + at_once])
+        assert len(under_test.added) == len(ids[start : start + at_once])
+        added += under_test.added
+    joined = "".join(text or "" for text in added)
+    assert joined + under_test.finish() == under_test.text
+    hidden = tokenizer.special_ids if skip else ()
+    assert [text is None for text in added] == [token_id in hidden for token_id in ids]
+
+
+def test_what_a_token_added_is_told_before_a_stop_string_is_cut_from_it() -> None:
+    under_test = detokenizer(stop="ll")
+    under_test.append([ord("x"), 257, ord("x")])
+    assert (under_test.added[:2], under_test.text) == (["x", "hello"], "xhe")
+
+
+@given(random_ids, random_ids)
+@example([0x80, 0x80, 0x80, 0xC3], [0xA9, ord("y")])
+@example([0xE2, 0x82], [])
+def test_half_a_character_at_the_prompts_end_is_shown_only_if_the_output_completes_it(
+    prompt: list[int], ids: list[int]
+) -> None:
+    prompt = [ord("x"), *prompt]
+    text = stream(detokenizer(prompt=prompt), ids)[0][-1]
+    before, whole = BYTE_LEVEL.decode(prompt), BYTE_LEVEL.decode(prompt + ids)
+    if whole.startswith(before):
+        assert text == whole[len(before) :]
+    else:
+        assert whole == before.rstrip(REPLACEMENT) + before[len(before.rstrip(REPLACEMENT)) + 1 :] + text
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30), st.integers(1, 4))

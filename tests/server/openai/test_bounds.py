@@ -133,7 +133,34 @@ def test_logprobs_join_to_the_text_with_characters_of_several_tokens(small: Serv
     [choice] = small.post(CHAT, body).json()["choices"]
     data = [byte for token in choice["logprobs"]["content"] for byte in token["bytes"]]
     text = choice["message"]["content"]
-    assert bytes(data).decode() == text.rstrip("\N{REPLACEMENT CHARACTER}")
+    assert bytes(data).decode() == text
+
+
+F, HELLO = 72, [403, 3255]
+E_ACUTE, ROCKET = [130, 105], [175, 256, 251, 225]  # ids of single bytes
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[256] * 3 + HELLO, [175, *HELLO], [256], [F, 130], [F, 175, 256, F, 256], [*ROCKET, *ROCKET[:3]], " a", [1]],
+)
+def test_logprobs_join_to_the_text_with_bytes_that_are_no_character(small: Server, prompt: list[int] | str) -> None:
+    body = {"logprobs": 1, "temperature": 2.0, "allowed_token_ids": [*E_ACUTE, *ROCKET, F, 0, 2]}
+    for seed, special in enumerate([{}, {"max_tokens": 1}, {"skip_special_tokens": False, "ignore_eos": True}]):
+        request = body | {"prompt": prompt, "echo": True, "seed": seed, "max_tokens": 8} | special
+        [choice] = small.post(TEXT, request).json()["choices"]
+        told, text = choice["logprobs"], choice["text"]
+        ends = [*told["text_offset"][1:], len(text)]
+        pieces = [text[first:last] for first, last in zip(told["text_offset"], ends, strict=True)]
+        assert "".join(pieces) == text
+        # Names of tokens that the text leaves out.
+        hidden = [] if "ignore_eos" in special else ["<|endoftext|>", "<|im_end|>"]
+        assert pieces == ["" if token in hidden else token for token in told["tokens"]]
+    request = body | {"messages": [USER], "logprobs": True, "seed": 3, "max_tokens": 9, "ignore_eos": True}
+    [choice] = small.post(CHAT, request).json()["choices"]
+    data = [byte for token in choice["logprobs"]["content"] for byte in token["bytes"] or []]
+    assert bytes(data).decode() == choice["message"]["content"]
+    assert "\N{REPLACEMENT CHARACTER}" in choice["message"]["content"]
 
 
 def test_tokens_may_be_named_by_their_ids(small: Server) -> None:
