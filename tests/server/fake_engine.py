@@ -108,9 +108,6 @@ class FakeTokenizer:
     def render_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
         return " ".join(str(message["content"]).split()[0] for message in messages)
 
-    def token_text_after(self, before: list[int], token_id: int) -> str:
-        return self.token_text(token_id)
-
     def encode_rendered(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return self.encode(text)
 

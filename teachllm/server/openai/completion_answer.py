@@ -32,7 +32,7 @@ class CompletionAnswer:
     """Build the answer of one request.
 
     Args:
-        text_of: a token's text.
+        text_of: a token's text alone.
         style: how tokens are told.
         echo: every text begins with its prompt.
         wants_logprobs: tokens and their log-probabilities are told.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -67,7 +66,7 @@ async def create_completion(service: Service, http: Request) -> Response:
     answer = CompletionAnswer(
         context,
         prompts,
-        partial(service.tokenizer.token_text_after, ()),
+        service.tokenizer.token_text,
         token_style(request, jobs[0].params, service.tokenizer),
         echo=bool(request.echo),
         wants_logprobs=request.logprobs is not None,

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from teachllm.engine.text.tokenizer import REPLACEMENT
 from teachllm.outputs import Logprob
 from teachllm.server.http.sse import encode
 
@@ -63,7 +64,7 @@ class CompletionLogprobs:
     """Build log-probabilities as in a text completion: parallel lists, and where in the text each token begins.
 
     Args:
-        text_of: a token's text, where there is no entry that tells it.
+        text_of: a token's text alone, where there is no entry that tells it.
         prompt: the text that the answer begins with.
     """
 
@@ -83,7 +84,8 @@ class CompletionLogprobs:
         """
         found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for place, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
-            text = self._text_of(token_id) if entry is None else entry[token_id].decoded_token
+            # U+FFFD of a first token may be part of a character: the next token that is none shows it.
+            text = self._text_of(token_id).rstrip(REPLACEMENT) if entry is None else entry[token_id].decoded_token
             if place < num_prompt_tokens:
                 text, length = self._in_prompt(text, is_last=place == num_prompt_tokens - 1)
             else:
