@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.worker.processes.child import end_with_the_parent, leave_signals_to_the_parent
 
 LENGTH_BYTES = 8  # of a frame's length in front of it, and of a command
-_NICENESS = 5  # steps go first where there are few cores
+_NICENESS = 10  # steps go first where there are few cores
 KILL = b"kill"  # before a worker's process id
 
 
@@ -120,7 +121,7 @@ def _reap(workers: set[int]) -> None:
 def work(connection: socket.socket, tokenizer: Tokenizer) -> None:
     """Answers jobs until the other end closes; a limit ends the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(_NICENESS)
+    _come_last()
     decoder = msgspec.msgpack.Decoder(TextJob)
     with contextlib.suppress(EOFError, ConnectionError):
         _send(connection, TextResult(os.getpid()))
@@ -128,6 +129,14 @@ def work(connection: socket.socket, tokenizer: Tokenizer) -> None:
             job = decoder.decode(_receive(connection))
             _limit(job.cpu_seconds, job.num_bytes)
             _send(connection, _result(tokenizer, job))
+
+
+def _come_last() -> None:
+    """Let every other process be computed before this one: the engine's steps, above all."""
+    os.nice(_NICENESS)
+    # Where Linux groups processes by session, which this one has to itself, the groups have a niceness of their own.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(_NICENESS), encoding="ascii")
 
 
 def _result(tokenizer: Tokenizer, job: TextJob) -> TextResult:

@@ -26,6 +26,7 @@ from teachllm.server.start import has_died
 from teachllm.server.turns import Turns
 
 logger = logging.getLogger("teachllm.server")
+_JOBS_AT_ONCE = 32  # that are handed to the engine's thread in one turn of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Generation:
         number = service.next_number()
         self._ids = [f"{name}-{number}" if len(jobs) == 1 else f"{name}-{number}-{i}" for i in range(len(jobs))]
         self.num_completions = sum(job.params.n for job in jobs)
-        self._streams: list[AsyncIterator[RequestOutput]] = []
+        self._streams: dict[int, AsyncIterator[RequestOutput]] = {}  # by the job's number
         self._outputs: list[RequestOutput | None] = [None] * len(jobs)
         self._has_failed = False
         self._closing: asyncio.Task[None] | None = None
@@ -77,12 +78,13 @@ class Generation:
         self._service.admit(self)
         turns = Turns()
         try:
-            for name, job in zip(self._ids, self._jobs, strict=True):
-                self._service.metrics.on_params(job.params)
-                await turns.pass_on()
-                prompt = {"prompt_token_ids": job.prompt_token_ids}
+            for first in range(0, len(self._jobs), _JOBS_AT_ONCE):
+                numbers = range(first, min(first + _JOBS_AT_ONCE, len(self._jobs)))
+                for number in numbers:
+                    self._service.metrics.on_params(self._jobs[number].params)
                 with refused_as():
-                    self._streams.append(await self._engine.submit(prompt, job.params, name, **self._options))
+                    await self._submit(numbers)
+                await turns.pass_on()
         except BaseException as error:
             self._has_failed = True
             await self.close()
@@ -135,7 +137,8 @@ class Generation:
     async def _close(self) -> None:
         turns = Turns()
         try:
-            for name, job, output in zip(self._ids[: len(self._streams)], self._jobs, self._outputs, strict=False):
+            for number in self._streams:
+                name, job, output = self._ids[number], self._jobs[number], self._outputs[number]
                 if output is None or not output.finished:
                     with contextlib.suppress(Exception):  # of a dead engine
                         await self._engine.abort(name)
@@ -146,6 +149,26 @@ class Generation:
                 await turns.pass_on()
         finally:
             self._service.release(self)
+
+    async def _submit(self, numbers: range) -> None:
+        """Hands some jobs to the engine, in one turn of its thread. If one is refused, the others may have begun."""
+        if len(numbers) == 1:
+            self._streams[numbers[0]] = await self._submit_one(numbers[0])
+            return
+        tasks: dict[int, asyncio.Task[AsyncIterator[RequestOutput]]] = {}
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks |= {number: group.create_task(self._submit_one(number)) for number in numbers}
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            begun = {number: task for number, task in tasks.items() if not task.cancelled() and not task.exception()}
+            self._streams |= {number: task.result() for number, task in begun.items()}
+
+    async def _submit_one(self, number: int) -> AsyncIterator[RequestOutput]:
+        job = self._jobs[number]
+        prompt = {"prompt_token_ids": job.prompt_token_ids}
+        return await self._engine.submit(prompt, job.params, self._ids[number], **self._options)
 
     def _failure(self, error: Exception) -> ApiError:
         if has_died(error):
@@ -170,7 +193,7 @@ class Generation:
             except Exception as error:
                 await ready.put(error)
 
-        pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(self._streams)]
+        pumps = [asyncio.create_task(pump(index, stream)) for index, stream in self._streams.items()]
         try:
             num_left = len(pumps)
             while num_left:

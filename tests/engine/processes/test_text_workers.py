@@ -67,6 +67,16 @@ def test_jobs_give_what_they_give_here_and_no_text_ends_a_worker_that_others_nee
     run(work())
 
 
+def test_steps_are_computed_before_texts(workers: TextWorkers) -> None:
+    run(encode(workers, "a text"))
+    [parent] = processes_for_texts(os.getpid())
+    [worker] = children(parent)
+    assert os.getpriority(os.PRIO_PROCESS, worker) > os.getpriority(os.PRIO_PROCESS, 0)
+    group = Path(f"/proc/{worker}/autogroup")  # where Linux groups processes by session
+    if group.exists():
+        assert not group.read_text().endswith("nice 0\n")
+
+
 def test_who_leaves_ends_the_work_at_once(workers: TextWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_workers, "_CPU_SECONDS", 1000)
     [parent] = processes_for_texts(os.getpid())

@@ -134,20 +134,22 @@ def test_who_learns_that_the_engine_has_died_learns_it_for_all() -> None:
         error_of(server.post(PATH, {"prompt": "a"}), 503)
 
 
-def test_a_prompt_that_the_engine_refuses_ends_the_others_of_its_request() -> None:
+@pytest.mark.parametrize(("num_prompts", "refused"), [(2, 1), (3, 0), (70, 50)])
+def test_a_prompt_that_the_engine_refuses_ends_the_others_of_its_request(num_prompts: int, refused: int) -> None:
     engine_client = FakeEngineClient()
     with serving(engine_client) as server:
-        submit, taken = engine_client.submit, []
+        submit, asked = engine_client.submit, []
 
-        async def refuse_the_second(*arguments: Any, **options: Any) -> Any:
-            if taken:
+        async def refuse_one(*arguments: Any, **options: Any) -> Any:
+            asked.append(1)
+            if len(asked) == refused + 1:
                 raise ValueError("no such prompt")
-            taken.append(1)
             return await submit(*arguments, **options)
 
-        engine_client.submit = refuse_the_second  # type: ignore[method-assign]
-        assert error_of(server.post(PATH, {"prompt": ["a", "b"]}), 400)["message"] == "no such prompt"
-        assert len(engine_client.aborted) == 1 and server.call(lambda: server.service.num_open) == 0
+        engine_client.submit = refuse_one  # type: ignore[method-assign]
+        assert error_of(server.post(PATH, {"prompt": ["a"] * num_prompts}), 400)["message"] == "no such prompt"
+        assert set(engine_client.aborted) == set(engine_client.open) and len(engine_client.open) >= refused
+        assert server.call(lambda: server.service.num_open) == 0
 
 
 def test_a_bug_of_the_server_is_an_error_object_with_the_request_s_id() -> None:
