@@ -105,6 +105,7 @@ def doors(max_model_len: int, vocab_size: int, longest_token: int, num_bytes: in
     yield text("allowed_token_ids, n=64", allowed_token_ids=list(range(min(vocab_size, 4096))), n=64, max_tokens=32)
     yield text("logit_bias", logit_bias={str(i): 1.0 for i in range(min(4096, vocab_size))}, max_tokens=64)
     yield text("logit_bias, n=64", logit_bias={str(i): 1.0 for i in range(min(4096, vocab_size))}, n=64, max_tokens=32)
+    yield text("logit_bias of wrong entries", logit_bias={f"{i:05x}": "" for i in range(num_bytes // 14)})
     yield text("bad_words", bad_words=[f"word {i:09d}" for i in range(1024)], max_tokens=64)
     yield text("bad_words of rockets", bad_words=[_ROCKET * 16] * 1024, max_tokens=64)
     yield text("a long bad word", bad_words=[" word" * 2000] + [f"w{i}" for i in range(1023)], max_tokens=64)

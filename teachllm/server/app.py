@@ -128,11 +128,20 @@ def _add_adapters(router: APIRouter, service: Service) -> None:
 
 def _add_development(router: APIRouter, service: Service) -> None:
     async def reset(service: Service, http: Request) -> Response:
+        """It has no body whose content type would keep a web page from sending it."""
+        origin, own = http.headers.get("origin"), {*service.options.allowed_origins, _origin(http)}
+        if origin is not None and not own & {origin, "*"}:
+            raise ApiError(403, f"{origin} may not ask for this: name it with --allowed-origins")
         await service.engine.reset_prefix_cache()
         return _json({"reset": True})
 
     documented = {200: {"model": response_schemas.PrefixCacheReset}, **openapi.errors(401, 500, 503)}
     _post(router, service, "/reset_prefix_cache", reset, {}, documented)
+
+
+def _origin(http: Request) -> str:
+    """Return the origin of a page that this server itself would have sent."""
+    return f"{http.url.scheme}://{http.headers.get('host', '')}"
 
 
 def _add_trace(router: APIRouter, service: Service) -> None:

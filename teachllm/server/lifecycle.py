@@ -67,6 +67,9 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     with contextlib.closing(_listen(options)) as listener:
         with asyncio.Runner(loop_factory=lifecycle.server.config.get_loop_factory()) as runner:
             code = runner.run(lifecycle.run(listener))
+        if options.uds is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(options.uds)
         if lifecycle.is_loading:  # nothing can interrupt that, and ending under it can crash
             _leave_at_once(code)
     return code

@@ -6,7 +6,11 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from teachllm.server.http.log import FORMATS
+
 LOOPBACK = "127.0.0.1"
+# Arguments of `Tokenizer.render_chat_template` that are not the template's variables.
+RESERVED_VARIABLES = frozenset(("self", "messages", "tools", "chat_template", "continue_final_message"))
 _OWN_HOSTS = ("localhost", LOOPBACK, "::1")
 
 
@@ -81,6 +85,15 @@ class ServerOptions:
             raise ValueError(f"shutdown_timeout={self.shutdown_timeout}: must be 0 or more, and finite")
         if "" in self.api_keys:
             raise ValueError("an API key is empty: give --api-key a secret, or leave it out")
+        if self.uds == "":
+            raise ValueError("--uds is empty: give it the path of a socket")
+        if self.log_format not in FORMATS:
+            raise ValueError(f"log_format={self.log_format}: choose one of {', '.join(FORMATS)}")
+        object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ValueError(f"root_path={self.root_path}: begin it with a slash")
+        if wrong := sorted(RESERVED_VARIABLES & self.default_chat_template_kwargs.keys()):
+            raise ValueError(f"default_chat_template_kwargs may not hold {wrong[0]}")
         if self.chat_template is not None:
             from teachllm.engine.text.chat_template import check_template
 
@@ -93,6 +106,12 @@ class ServerOptions:
                 raise ValueError(f"{name}={path}: there is no such file")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile")
+        if self.ssl_certfile is None and (self.ssl_ca_certs is not None or self.ssl_cert_reqs or self.ssl_ciphers):
+            raise ValueError("a server without --ssl-keyfile and --ssl-certfile has no TLS: leave the other flags out")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ValueError(
+                f"ssl_cert_reqs={self.ssl_cert_reqs}: no certificate of a client can be verified without --ssl-ca-certs"
+            )
 
     @property
     def known_hosts(self) -> frozenset[str] | None:

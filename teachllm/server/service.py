@@ -137,9 +137,9 @@ class Service:
 
     # -- who may come in -----------------------------------------------------------------------------------
 
-    def is_key(self, key: str) -> bool:
+    def is_key(self, key: bytes) -> bool:
         """Return whether one of the API keys, or none is needed. Takes as long for a near miss as for a far one."""
-        given = sha256(key.encode("utf-8", "replace")).digest()
+        given = sha256(key).digest()
         return not self._keys or any([hmac.compare_digest(given, known) for known in self._keys])
 
     def name_of(self, asked: str | None) -> str:

@@ -17,6 +17,7 @@ from teachllm.engine.text.text_jobs import run_text_job
 from teachllm.outputs import CompletionOutput, RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.server.app import create_app
+from teachllm.server.http.connections import PatientProtocol
 from teachllm.server.options import ServerOptions
 from teachllm.server.service import Service
 from teachllm.server.trace_endpoint import TraceHub
@@ -165,7 +166,8 @@ class Server:
         self.service = Service(name, self.options, () if self.trace is None else [self.trace])
         if self.engine_client is not None:
             self.service.started(self.engine_client)
-        config = uvicorn.Config(create_app(self.service), port=0, log_config=None, access_log=False, lifespan="off")
+        protocols: dict[str, Any] = {"http": PatientProtocol, "ws": "none", "lifespan": "off"}
+        config = uvicorn.Config(create_app(self.service), port=0, log_config=None, access_log=False, **protocols)
         self.uvicorn = _Uvicorn(config)
         serving = asyncio.create_task(self.uvicorn.serve())
         while not self.uvicorn.started:

@@ -25,7 +25,15 @@ def test_text_becomes_tokens_and_tokens_text(server: Server) -> None:
     assert "".join(answer["token_strs"]) == text
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
     assert server.post("/tokenize", {"prompt": ""}).json()["tokens"] == []
+    assert (
+        server.post("/tokenize", {"prompt": text, "truncate_prompt_tokens": 2}).json()["tokens"]
+        == answer["tokens"][-2:]
+    )
+    assert server.post("/tokenize", {"prompt": text, "messages": None}).json()["tokens"] == answer["tokens"]
     messages = [{"role": "user", "content": text}]
+    assert (
+        "send one of them" in error_of(server.post("/tokenize", {"prompt": "a", "messages": messages}), 400)["message"]
+    )
     with_header = server.post("/tokenize", {"messages": messages}).json()
     without = server.post("/tokenize", {"messages": messages, "add_generation_prompt": False}).json()
     assert with_header["token_strs"] is None and with_header["count"] > without["count"] > answer["count"]
@@ -57,6 +65,9 @@ def test_the_prefix_cache_is_forgotten_only_where_that_is_offered(server: Server
     assert num_cached() == 0 and num_cached() > 0
     assert server.http.post("/reset_prefix_cache").json() == {"reset": True}
     assert num_cached() == 0
+    own = {"Origin": server.url, "Host": server.url.removeprefix("http://")}
+    assert server.http.post("/reset_prefix_cache", headers=own).json() == {"reset": True}
+    error_of(server.http.post("/reset_prefix_cache", headers={"Origin": "http://evil.example"}), 403)
     with serving(FakeEngineClient()) as plain:
         error_of(plain.http.post("/reset_prefix_cache"), 404)
 

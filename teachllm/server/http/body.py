@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from teachllm.server.http.errors import ApiError, of_validation
 
 M = TypeVar("M", bound=BaseModel)
-_MAY_BE_HUGE = re.compile(rb"(?<![0-9])[0-9]{309}|[eE]\+?[0-9]{3}")
+_MAY_BE_HUGE = re.compile(rb"(?<![0-9])[0-9]{209}|[eE]\+?[0-9]{3}")  # 209 digits and e99 are 1e308
 _PATIENCE = 60  # seconds for another piece of a body: who sends none holds the connection for nothing
 _MAX_UNREAD_BYTES, _MAX_UNREAD_SECONDS = 32 << 20, 5.0  # for the rest of one that is refused
 

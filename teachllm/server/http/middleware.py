@@ -6,6 +6,7 @@ Plain ASGI, since a middleware that wraps requests and responses would cost ever
 from __future__ import annotations
 
 import logging
+import re
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from teachllm.server.service import Service
 
 OPEN_PATHS = {"/health", "/metrics", "/version", "/openapi.json"}
 _QUIET_PATHS = {"/health", "/metrics"}  # asked every few seconds by machines
+_HOST = re.compile(r"(\[(?P<six>[0-9a-f:.]+)\]|(?P<name>[^][:@/ ]+))(:[0-9]*)?")
 logger = logging.getLogger("teachllm.requests")
 
 
@@ -83,8 +85,8 @@ class AccessMiddleware:
     def _may_enter(self, path: str, headers: dict[bytes, bytes]) -> bool:
         if path in OPEN_PATHS:
             return True
-        kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-        return self._service.is_key(key.strip() if kind.lower() == "bearer" else "")
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+        return self._service.is_key(key.strip() if kind.lower() == b"bearer" else b"")
 
     def _log(self, scope: Any, path: str, status: int, seconds: float, notes: dict[str, Any]) -> None:
         client = scope.get("client") or ("", 0)
@@ -97,8 +99,10 @@ class AccessMiddleware:
 
 
 def _host_name(host: bytes) -> str:
-    """Return the name in a Host header, without its port and without the brackets of an IPv6 address."""
-    name = host.decode("latin-1").lower()
-    if name.startswith("["):
-        return name[1:].partition("]")[0]
-    return name.partition(":")[0].removesuffix(".")
+    """Return the name in a Host header, without its port and without the brackets of an IPv6 address.
+
+    What is no name and port is returned whole: no server is called that.
+    """
+    given = host.decode("latin-1").lower()
+    found = _HOST.fullmatch(given)
+    return given if found is None else found["six"] or found["name"].removesuffix(".")

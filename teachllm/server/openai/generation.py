@@ -66,7 +66,7 @@ class Generation:
         self.num_completions = sum(job.params.n for job in jobs)
         self._streams: dict[int, AsyncIterator[RequestOutput]] = {}  # by the job's number
         self._outputs: list[RequestOutput | None] = [None] * len(jobs)
-        self._has_failed = False
+        self._has_failed = self._is_refused = False
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -80,13 +80,14 @@ class Generation:
         try:
             for first in range(0, len(self._jobs), _JOBS_AT_ONCE):
                 numbers = range(first, min(first + _JOBS_AT_ONCE, len(self._jobs)))
-                for number in numbers:
-                    self._service.metrics.on_params(self._jobs[number].params)
                 with refused_as():
                     await self._submit(numbers)
                 await turns.pass_on()
+            for job in self._jobs:
+                self._service.metrics.on_params(job.params)
         except BaseException as error:
-            self._has_failed = True
+            self._is_refused = isinstance(error, ApiError)
+            self._has_failed = not self._is_refused
             await self.close()
             if isinstance(error, ApiError) or not isinstance(error, Exception):
                 raise
@@ -142,7 +143,9 @@ class Generation:
                 if output is None or not output.finished:
                     with contextlib.suppress(Exception):  # of a dead engine
                         await self._engine.abort(name)
-                if output is None:
+                if self._is_refused:
+                    pass  # it counts as that, and as nothing else
+                elif output is None:
                     self._service.metrics.on_silent_end(job.params.n, self._has_failed)
                 else:
                     self._service.metrics.on_end(output, self._has_failed)

@@ -24,6 +24,7 @@ HARMLESS = frozenset(
 COMING = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "structured output"),
     **dict.fromkeys(("guided_whitespace_pattern", "structural_tag", "json_schema", "grammar"), "structured output"),
+    **dict.fromkeys(("regex", "ebnf"), "structured output"),
     **dict.fromkeys(("lora_request", "lora", "adapter"), "LoRA"),
 }
 # {field: (values that ask for what is done anyway, what to do instead)}
@@ -45,6 +46,26 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "spaces_between_special_tokens": ((True,), "set skip_special_tokens to false, and no spaces are added"),
     "repetition_detection": ((), "use repetition_penalty"),
     "vllm_xargs": (({},), "the parameters of this server are fields of their own"),
+    # Names that other servers have for what this one has.
+    **dict.fromkeys(("max_new_tokens", "max_output_tokens", "max_completion_tokens"), ((), "use max_tokens")),
+    **dict.fromkeys(("stop_sequences", "stop_regex"), (([],), "use stop")),
+    "no_repeat_ngram_size": ((0,), "use repetition_penalty or frequency_penalty"),
+    "typical_p": ((1,), "use top_p or min_p"),
+    "reasoning": (({},), "use reasoning_effort"),
+    "truncation_side": (("left",), "truncate_prompt_tokens keeps a prompt's last tokens"),
+    # Those of the other endpoint: what is one's own is not looked up here.
+    "top_logprobs": ((0,), "use logprobs"),
+    "tools": (([],), "send messages to /v1/chat/completions"),
+    "tool_choice": (("none", "auto"), "send messages to /v1/chat/completions"),
+    "messages": ((), "send them to /v1/chat/completions"),
+    "documents": (([],), "send messages to /v1/chat/completions"),
+    "chat_template": ((), "send messages to /v1/chat/completions"),
+    "chat_template_kwargs": (({},), "send messages to /v1/chat/completions"),
+    "reasoning_effort": ((), "send messages to /v1/chat/completions"),
+    "add_generation_prompt": ((), "send messages to /v1/chat/completions"),
+    "continue_final_message": ((False,), "send messages to /v1/chat/completions"),
+    "prompt": ((), "send it to /v1/completions"),
+    "suffix": (("",), "send a prompt to /v1/completions"),
 }
 _MAX_FIELDS = 256
 _MAX_LOGGED = 1000  # names: a client may make up as many as it likes

@@ -12,11 +12,9 @@ from teachllm.server.http.errors import ApiError, refused_as
 from teachllm.server.http.sse import while_connected
 from teachllm.server.openai.messages import Message, Tool
 from teachllm.server.openai.protocol import ChatOptions
+from teachllm.server.options import RESERVED_VARIABLES
 from teachllm.server.service import Service
 from teachllm.server.text_service import TextWork
-
-# Arguments of `render_chat_template` that are not the template's variables.
-_NOT_VARIABLES = {"self", "messages", "tools", "chat_template", "continue_final_message"}
 
 
 async def prepared(http: Request, param: str, work: TextWork) -> Any:
@@ -54,7 +52,7 @@ async def chat_prompt(
             "--trust-request-chat-template",
             "chat_template",
         )
-    if wrong := sorted(_NOT_VARIABLES & own_variables.keys()):
+    if wrong := sorted(RESERVED_VARIABLES & own_variables.keys()):
         raise ApiError(400, f"chat_template_kwargs may not hold {wrong[0]}", "chat_template_kwargs")
     if request.continue_final_message and request.add_generation_prompt:
         raise ApiError(
@@ -66,7 +64,8 @@ async def chat_prompt(
     if request.continue_final_message and request.messages[-1].content is None:
         raise ApiError(400, "continue_final_message: the last message has no text to go on with", "messages")
     variables = dict(options.default_chat_template_kwargs)
-    variables["add_generation_prompt"] = request.add_generation_prompt is not False
+    if request.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = request.add_generation_prompt
     variables["continue_final_message"] = bool(request.continue_final_message)
     for name in ("documents", "reasoning_effort"):
         if (value := getattr(request, name)) is not None:

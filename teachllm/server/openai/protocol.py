@@ -25,6 +25,7 @@ from teachllm.server.openai.other_fields import check_other_fields
 
 MAX_N = 128
 _INT32 = 2**31 - 1
+_MAX_BIASES = 4096
 
 
 def _whole(value: object) -> object:
@@ -35,6 +36,13 @@ def _whole(value: object) -> object:
 def _all_whole(value: object) -> object:
     """The same of a list, which is long where it holds token ids."""
     return [_whole(each) for each in value] if isinstance(value, list) and float in set(map(type, value)) else value
+
+
+def _few(value: object) -> object:
+    """Refuse a mapping by its length before each item of it is looked at: every wrong one makes an error of its own."""
+    if isinstance(value, dict) and len(value) > _MAX_BIASES:
+        raise ValueError(f"a mapping of {len(value)} entries has more than the {_MAX_BIASES} that it may have")
+    return value
 
 
 _WHOLE, _ALL_WHOLE = BeforeValidator(_whole), BeforeValidator(_all_whole)
@@ -52,13 +60,13 @@ _TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 LogitBias = Annotated[
     dict[_TokenIdText, _Bias],
-    Field(max_length=4096),
+    BeforeValidator(_few),
     WithJsonSchema(
         {
             "type": "object",
             "patternProperties": {"^[0-9]{1,10}$": {"type": "number", "minimum": -100, "maximum": 100}},
             "additionalProperties": False,
-            "maxProperties": 4096,
+            "maxProperties": _MAX_BIASES,
         }
     ),
 ]
@@ -219,6 +227,7 @@ class ChatCompletionRequest(Sampling, ChatOptions):
 
 
 class TokenizeTextRequest(RequestBody):
+    truncate_prompt_tokens: _PromptLength | None = None
     model: Text | None = None
     prompt: str
     add_special_tokens: bool | None = None

@@ -54,7 +54,6 @@ def options(teachllm, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("--enable-request-id-headers", {}),
         ("--root-path /a", {"root_path": "/a"}),
         ("--max-request-bytes 5", {"max_request_bytes": 5}),
-        ("--ssl-cert-reqs 2 --ssl-ciphers ECDHE", {"ssl_cert_reqs": 2, "ssl_ciphers": "ECDHE"}),
         ('--default-chat-template-kwargs {"a":1}', {"default_chat_template_kwargs": {"a": 1}}),
     ],
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import urllib.error
 import urllib.request
+from http.client import HTTPResponse
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ PATH = "/v1/completions"
         b'{"prompt": "a", "temperature": Infinity}',
         b'{"prompt": "a", "unknown": {"a": 1e999}}',
         b'{"prompt": "a", "unknown": {"a": [-' + b"9" * 309 + b".5]}}",
+        b'{"prompt": "a", "unknown": 1' + b"0" * 250 + b"e99}",
         b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
         b'{"prompt": "\\ud800"}',
         b'{"prompt": "\xff"}',
@@ -47,9 +50,25 @@ def test_a_body_that_is_no_object_of_json_is_refused(server: Server, path: str, 
 
 
 def test_long_numbers_that_a_float_holds_are_read(server: Server) -> None:
-    for number in (b"1e+0000001", b"0." + b"1" * 400, b"-1E308", b"9" * 309, b'"1e999"'):
+    for number in (b"1e+0000001", b"0." + b"1" * 400, b"-1E308", b"9" * 309, b"9" * 209 + b"e9", b'"1e999"'):
         body = b'{"prompt": "a", "unknown": ' + number + b"}"
         assert server.http.post(PATH, content=body, headers={"content-type": "application/json"}).status_code == 200
+
+
+@pytest.mark.parametrize("offer", ["Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c", "upgrade: websocket"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_offer_of_another_protocol_is_not_taken_up(server: Server, offer: str, apart: bool) -> None:
+    body = json.dumps({"prompt": "\r\nUpgrade: h2c\r\n\r\n", "max_tokens": 1, "echo": True}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{offer}\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_SECONDS) as connection:
+        for _ in range(2):  # on one connection
+            for piece in (head.encode(), body) if apart else (head.encode() + body,):
+                connection.sendall(piece)
+            response = HTTPResponse(connection)
+            response.begin()
+            assert response.status == 200
+            assert json.loads(response.read())["choices"][0]["text"].startswith("\r\nUpgrade: h2c")
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/xml", "", None])
@@ -99,7 +118,7 @@ def test_who_is_still_sending_when_it_is_refused_sees_why(key: str, status: int)
 
 
 def test_a_key_is_needed_for_all_but_health_metrics_and_version() -> None:
-    with serving(FakeEngineClient(), api_keys=("secret", "other"), dev_endpoints=True) as server:
+    with serving(FakeEngineClient(), api_keys=("secret", "other", "schlüssel"), dev_endpoints=True) as server:
         for path in ("/health", "/metrics", "/version", "/openapi.json"):
             assert server.http.get(path).status_code == 200
         paths = [PATH, "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/load_lora_adapter", "/v1/models"]
@@ -110,8 +129,9 @@ def test_a_key_is_needed_for_all_but_health_metrics_and_version() -> None:
                     response = server.http.request(method, path, headers=given)
                     error_of(response, 401)
                     assert response.headers["www-authenticate"] == "Bearer"
-        for key in ("secret", "other"):
-            assert server.http.get("/v1/models", headers={"authorization": f"bearer {key}"}).status_code == 200
+        for key in ("secret", "other", "schlüssel"):
+            given = {"authorization": f"bearer {key}".encode()}
+            assert server.http.get("/v1/models", headers=given).status_code == 200
         schema = server.http.get("/openapi.json").json()
         assert schema["paths"][PATH]["post"]["security"] == [{"key": []}]
         assert "security" not in schema["paths"]["/health"]["get"]

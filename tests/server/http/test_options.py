@@ -20,6 +20,14 @@ from teachllm.server.options import ServerOptions
         ({"shutdown_timeout": float("nan")}, "shutdown_timeout=nan"),
         ({"api_keys": ("a", "")}, "an API key is empty"),
         ({"chat_template": "{% for %}"}, "template"),
+        ({"default_chat_template_kwargs": {"messages": []}}, "default_chat_template_kwargs may not hold messages"),
+        ({"default_chat_template_kwargs": {"self": 1}}, "default_chat_template_kwargs may not hold self"),
+        ({"uds": ""}, "--uds is empty"),
+        ({"log_format": "foo"}, "log_format=foo: choose one of text, json"),
+        ({"root_path": "api"}, "root_path=api: begin it with a slash"),
+        ({"ssl_ca_certs": __file__}, "without --ssl-keyfile and --ssl-certfile has no TLS"),
+        ({"ssl_cert_reqs": 2}, "without --ssl-keyfile and --ssl-certfile has no TLS"),
+        ({"ssl_cert_reqs": 2, "ssl_keyfile": __file__, "ssl_certfile": __file__}, "without --ssl-ca-certs"),
         ({"ssl_cert_reqs": 3}, "ssl_cert_reqs=3: must be 0"),
         ({"ssl_ca_certs": "no/such/file"}, "ssl_ca_certs=no/such/file: there is no such file"),
         ({"ssl_keyfile": __file__}, "both --ssl-keyfile and --ssl-certfile"),
@@ -42,3 +50,7 @@ def test_what_no_server_can_be_is_refused_by_name(options: dict[str, Any], says:
 )
 def test_hosts_are_known_on_loopback_or_if_they_are_named(options: dict[str, Any], known: bool) -> None:
     assert (ServerOptions(**options).known_hosts is not None) is known
+
+
+def test_a_slash_at_the_end_of_the_prefix_changes_nothing() -> None:
+    assert [ServerOptions(root_path=path).root_path for path in ("", "/", "/api", "/api/")] == ["", "", "/api", "/api"]

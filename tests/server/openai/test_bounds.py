@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from teachllm.engine.text.text_jobs import MAX_INLINE
 from teachllm.engine.text.tokenizer import Tokenizer
+from teachllm.server.http import body as http_body
+from teachllm.server.http.errors import ApiError
 from teachllm.server.openai import params
 from teachllm.server.openai.messages import MAX_MESSAGES, MAX_PARTS
 from teachllm.server.openai.protocol import ChatCompletionRequest
@@ -93,6 +96,23 @@ def test_more_than_one_request_may_ask_for_is_refused(
     assert error_of(small.post(path, body | fields), 400)["param"] == param
 
 
+def test_what_is_wrong_in_a_mapping_makes_no_error_of_each_entry(
+    small: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    of_validation = http_body.of_validation
+
+    def counting(error: ValidationError) -> ApiError:
+        counted.append(error.error_count())
+        return of_validation(error)
+
+    monkeypatch.setattr(http_body, "of_validation", counting)
+    for path, body in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": [USER]})):
+        for entries in ({f"{i:x}z": "" for i in range(50_000)}, dict.fromkeys(map(str, range(50_000)), 1)):
+            assert error_of(small.post(path, body | {"logit_bias": entries}), 400)["param"] == "logit_bias"
+    assert counted == [1] * 4
+
+
 def test_without_a_number_of_tokens_an_answer_with_logprobs_is_as_long_as_it_may_be(
     small: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,8 +132,9 @@ def test_a_body_is_bounded_by_the_context(small: Server) -> None:
 
 
 def test_a_host_that_is_not_this_machine_is_refused(small: Server) -> None:
-    for host in ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.nip.io"):
-        assert host.split(":")[0] in error_of(small.http.get("/health", headers={"Host": host}), 403)["message"]
+    hosts = ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.nip.io")
+    for host in (*hosts, "[::1]evil.example", "localhost:x@evil.example", "localhost:80:80"):
+        assert host.removesuffix(":80") in error_of(small.http.get("/health", headers={"Host": host}), 403)["message"]
     for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000"):
         assert small.http.get("/health", headers={"Host": host}).status_code == 200
 

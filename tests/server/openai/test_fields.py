@@ -100,7 +100,11 @@ def test_what_is_not_built_yet_gets_501_and_what_would_change_the_answer_400(ser
         error_of(server.post(path, BODIES[path] | {name: value}), 501)
     for name in COMING:
         assert error_of(server.post(path, BODIES[path] | {name: {"a": 1}}), 501)["param"] == name
-    for name, (harmless, _) in REFUSED.items():
+    own = MODELS[path].model_fields
+    others = {name: advice for name, advice in REFUSED.items() if name not in own}
+    other_endpoint = MODELS[CHAT if path == TEXT else TEXT].model_fields
+    assert set(other_endpoint) - set(own) - HARMLESS - {"parallel_tool_calls"} <= set(others)
+    for name, (harmless, _) in others.items():
         error = error_of(server.post(path, BODIES[path] | {name: {"something": "else"}}), 400)
         assert error["param"] == name and name in error["message"]
         for value in (None, *harmless):

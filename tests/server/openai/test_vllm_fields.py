@@ -75,6 +75,8 @@ def test_documents_effort_and_usual_variables_reach_the_template(server: Server)
             return rendered
 
         assert text() == "[wizard:Hi]Nonexusual"
+        with_header = tokens(other, messages=[QUESTION], add_generation_prompt=True)
+        assert tokens(other, messages=[QUESTION]) == with_header
         assert text(documents=[{"text": "d"}]) == "[wizard:Hi][{'text': 'd'}]xusual"
         assert text(reasoning_effort="low") == "[wizard:Hi]Nonelowusual"
         own = {"kind": "own", "reasoning_effort": "high"}
@@ -175,14 +177,18 @@ def test_refusals_and_parameters_are_counted(server: Server) -> None:
     before = values()
     error_of(server.post(TEXT, {"prompt": "a", "n": 0}), 400)
     error_of(server.post(TEXT, {"prompt": "a", "model": "other"}), 404)
+    many = [[5]] * 39 + [[4096]]  # there is no such token: the engine refuses it
+    error_of(server.post(TEXT, {"prompt": many, "max_tokens": 50}), 400)
     assert server.post(TEXT, {"prompt": "a", "n": 2, "temperature": 1} | {"max_tokens": 5}).status_code == 200
     server.until(lambda: server.service.num_open == 0)
     grown = {name: value - before.get(name, 0) for name, value in values().items()}
     label = 'model_name="teachlm"'
-    assert grown[f'teachllm:requests_refused_total{{{label},reason="BadRequestError",status="400"}}'] == 1
+    assert grown[f'teachllm:requests_refused_total{{{label},reason="BadRequestError",status="400"}}'] == 2
     assert grown[f'teachllm:requests_refused_total{{{label},reason="NotFoundError",status="404"}}'] == 1
     assert grown[f"teachllm:request_params_n_sum{{{label}}}"] == 2
     assert grown[f"teachllm:request_params_max_tokens_sum{{{label}}}"] == 5
+    error = f'teachllm:request_success_total{{finished_reason="error",{label}}}'
+    assert grown.get(error, 0) == 0
     assert 1 <= grown[f"teachllm:request_max_num_generation_tokens_sum{{{label}}}"] <= 5
     assert grown[f"teachllm:request_preemptions_count{{{label}}}"] == 1
     [info] = [name for name in values() if name.startswith("teachllm:cache_config_info")]
