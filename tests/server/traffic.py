@@ -213,10 +213,14 @@ def _hanging_up(rng: Random, pool: Pool) -> Ask:
 # -- bad ones --------------------------------------------------------------------------------------------------
 
 
+_FOREIGN = {"/v1/completions": "messages", "/v1/chat/completions": "prompt"}  # what the other endpoint takes
+
+
 def _bad(status: int, what: str, body: dict[str, Any] | bytes, **settings: Any) -> Callable[[Random], Ask]:
     def make(rng: Random) -> Ask:
-        path = settings.get("path") or rng.choice(["/v1/completions", "/v1/chat/completions"])
-        return Ask(f"bad: {what}", body=body, refused_with=status, **{**settings, "path": path})
+        path = settings.get("path") or rng.choice(list(_FOREIGN))
+        own = {k: v for k, v in body.items() if k != _FOREIGN.get(path)} if isinstance(body, dict) else body
+        return Ask(f"bad: {what}", body=own, refused_with=status, **{**settings, "path": path})
 
     return make
 
