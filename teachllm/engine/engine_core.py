@@ -15,7 +15,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from teachllm.config import EngineConfig
@@ -25,6 +25,7 @@ from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.engine.host_drafting import HostDrafting
+from teachllm.engine.observability.engine_clock import EngineClock
 from teachllm.engine.observability.stats import StepCounter, StepStats
 from teachllm.engine.observability.step_roofline import StepRoofline
 from teachllm.engine.observability.step_traffic import StepTraffic
@@ -232,13 +233,15 @@ class EngineCore:
             self.recorder.step(plan, updates, self.scheduler, times, **more)
         return updates
 
+    def wait_for_pending(self) -> None:
+        """Wait until all steps under way are computed. `collect` takes them, or raises what they raised, later."""
+        self._pending = deque((plan, _Computed.of(output), times, work) for plan, output, times, work in self._pending)
+
     def _place_in_time(self, ranks: list[dict[str, Any]]) -> None:
-        """Ranks go by `time.perf_counter`, as all engines do but a fork, which goes on from another one's time."""
-        if self.clock is not time.perf_counter:
-            ahead = self.clock() - time.perf_counter()
+        """Put the ranks, which go by `time.perf_counter`, on the engine's clock."""
+        if isinstance(self.clock, EngineClock):
             for told in ranks:
-                told["begin"] += ahead
-                told["end"] += ahead
+                told["begin"], told["end"] = self.clock.at(told["begin"]), self.clock.at(told["end"])
 
     def _admit(self, plan: SchedulerOutput, now: float) -> None:
         """Marks those whom a plan names for the first time."""
@@ -273,6 +276,27 @@ class EngineCore:
     def close(self) -> None:
         self.executor.close()
         self._on_close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """The output of a step that has been waited for."""
+
+    output: ModelRunnerOutput | None
+    error: Exception | None
+
+    @classmethod
+    def of(cls, step: PendingOutput) -> _Computed:
+        try:
+            return cls(step.result(), None)
+        except Exception as error:
+            return cls(None, error)
+
+    def result(self) -> ModelRunnerOutput:
+        if self.output is None:
+            assert self.error is not None
+            raise self.error
+        return self.output
 
 
 def _seconds_of(result: ModelRunnerOutput, times: StepTimestamps, share_clock: bool) -> float:

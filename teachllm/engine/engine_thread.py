@@ -18,12 +18,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 from teachllm.engine.llm_engine import Engine, EngineDeadError
+from teachllm.engine.observability.engine_clock import EngineClock
 from teachllm.engine.observability.stats import StepStats
 from teachllm.outputs import RequestOutput
 
@@ -68,6 +69,8 @@ class EngineThread:
         self._death: EngineDeadError | None = None
         self._num_single_steps = 0
         self._pace, self._last_step = 0.0, -math.inf  # seconds; when the last step began
+        clock = None if engine.is_elsewhere else engine.core.clock
+        self._clock = clock if isinstance(clock, EngineClock) else None  # of a trace: it stands still while this waits
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -178,7 +181,7 @@ class EngineThread:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._orders or self._may_step() or self._is_closing)
+                self._rest(lambda: bool(self._orders) or self._may_step() or self._is_closing)
                 orders, self._orders = self._orders, deque()
                 is_closing = self._is_closing
             for order in orders:
@@ -196,7 +199,25 @@ class EngineThread:
     def _wait(self, seconds: float, pace: float) -> None:
         """For the next step's time, or until something else is to be done."""
         with self._wake:
-            self._wake.wait_for(lambda: self._orders or self._is_closing or self._pace != pace, seconds)
+            self._rest(lambda: bool(self._orders) or self._is_closing or self._pace != pace, seconds)
+
+    def _rest(self, is_over: Callable[[], bool], seconds: float | None = None) -> None:
+        """Wait until something holds, or for so long."""
+        if not is_over():
+            with self._resting():
+                self._wake.wait_for(is_over, seconds)
+
+    @contextlib.contextmanager
+    def _resting(self) -> Iterator[None]:
+        """Hold the engine's clock."""
+        if self._clock is not None:
+            self._engine.core.wait_for_pending()  # the engine rests only when its device does
+            self._clock.hold()
+        try:
+            yield
+        finally:
+            if self._clock is not None:
+                self._clock.go_on()
 
     def _may_step(self) -> bool:
         if self._engine.is_elsewhere:

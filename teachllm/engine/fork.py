@@ -14,7 +14,6 @@ they had come and where their blocks are.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -24,6 +23,7 @@ from teachllm.core.request import Request, RequestStatus, WaitReason
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest, SchedulerOutput
 from teachllm.engine.llm_engine import Engine
+from teachllm.engine.observability.engine_clock import EngineClock
 from teachllm.sampling_params import SamplingParams
 from teachllm.trace.recorder import Recorder, waiting_of
 from teachllm.trace.replay import Replay, RequestState
@@ -79,14 +79,15 @@ def fork(state: Replay, config: EngineConfig, sink: Callable[[str], None], at: f
     live = [request for request in state.requests.values() if request.is_live]
     if any("prompt_token_ids" not in request.arrival for request in live):
         raise ValueError("the trace has no token ids (--trace-no-text), so nothing can go on from it")
-    clock = _Clock(at)
+    clock = EngineClock(at)
+    clock.hold()
     engine = Engine(config, recorder=Recorder(sink, clock, lambda token_ids: engine.token_texts(token_ids)))
     try:
         _go_on(engine, state, live, at)
     except BaseException:
         engine.close()
         raise
-    clock.start()
+    clock.go_on()
     return engine
 
 
@@ -196,17 +197,3 @@ def _preempt(scheduler: Scheduler, request: Request) -> None:
     scheduler.waiting.remove(request)
     request.status = RequestStatus.PREEMPTED
     scheduler.waiting.push(request, WaitReason.PREEMPTED)
-
-
-class _Clock:
-    """Stands still at one time until it is started."""
-
-    def __init__(self, at: float) -> None:
-        self._at = at
-        self._started: float | None = None
-
-    def __call__(self) -> float:
-        return self._at if self._started is None else self._at + time.perf_counter() - self._started
-
-    def start(self) -> None:
-        self._started = time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -14,6 +13,7 @@ from teachllm.distributed.layout import layout_of
 from teachllm.engine.engine_core import EngineCore, describe
 from teachllm.engine.host_drafting import HostDrafting
 from teachllm.engine.observability.ceilings import device_name, known_ceilings
+from teachllm.engine.observability.engine_clock import EngineClock
 from teachllm.engine.observability.step_roofline import StepRoofline
 from teachllm.engine.observability.step_traffic import StepTraffic
 from teachllm.engine.observability.trace_file import TraceFile
@@ -73,7 +73,7 @@ def make_core(
     file = TraceFile(config.trace_path) if is_traced and config.trace_path is not None else None
     if is_traced:
         sink = _to_all([each for each in (file, trace_sink) if each is not None])
-        recorder = Recorder(sink, time.perf_counter, TokenTexts(tokenizer) if config.trace_text else None)
+        recorder = Recorder(sink, EngineClock(), TokenTexts(tokenizer) if config.trace_text else None)
     model_drafter_config = load_drafter_config(config, model, device.type)
     check_ranks(config, model, model_drafter_config)
     executor: Executor

@@ -157,13 +157,11 @@ def open_watched(browser: Any) -> Iterator[Callable[..., Any]]:
         tab.close()
 
 
-def export(lines: list[str], path: Path, with_plotly: bool = False) -> str:
-    """Write lines as an exported page; return its address. Plotly is most of its size, and most tests plot nothing."""
-    from teachllm_webui import export
+def export(lines: list[str], path: Path, title: str = "a trace") -> str:
+    """Write lines as an exported page; return its address."""
+    from teachllm_webui.export import html_page
 
-    plotly = export.plotly_script if with_plotly else lambda: ""
-    with mock.patch.object(export, "plotly_script", plotly):
-        path.write_text(export.html_page(lines, "a trace"), encoding="utf-8")
+    path.write_text(html_page(lines, title), encoding="utf-8")
     return path.as_uri()
 
 
@@ -171,8 +169,8 @@ def export(lines: list[str], path: Path, with_plotly: bool = False) -> str:
 def open_exported(open_watched: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     """Opens lines as an exported page from disk, in a tab of its own."""
 
-    def open_(lines: list[str], with_plotly: bool = False, **options: Any) -> Any:
-        address = export(lines, tmp_path / f"page-{len(list(tmp_path.iterdir()))}.html", with_plotly)
+    def open_(lines: list[str], title: str = "a trace", **options: Any) -> Any:
+        address = export(lines, tmp_path / f"page-{len(list(tmp_path.iterdir()))}.html", title)
         page = open_watched(address, ("file:",), **options)
         page.wait_for_selector("[data-teachllm][data-step-index]", state="attached")
         return page

@@ -9,13 +9,11 @@ import pytest
 
 from teachllm.config import EngineConfig
 from teachllm.sampling_params import SamplingParams
-from teachllm_webui.compare import Tally
 from teachllm_webui.forms import changes_of, request_of, what_if_of
 from teachllm_webui.guard import Guard
 from teachllm_webui.page import server_functions
 from teachllm_webui.plan import engine_plan
 from teachllm_webui.session import LiveSession
-from teachllm_webui.trace_log import TraceLog
 from teachllm_webui.what_if import SHAPE_NAMES, WhatIf, run_what_if
 from tests.webui.runs import trace_of
 
@@ -159,14 +157,6 @@ def test_what_if_simulates_what_the_form_says_and_refuses_what_would_take_too_lo
     assert result.figures.prefix_hit_rate > 0
     with pytest.raises(ValueError, match="fewer requests, or shorter"):
         run_what_if(WhatIf(requests=500, output_max=5000))
-
-
-def test_a_fork_is_compared_from_where_it_begins() -> None:
-    lines = run_what_if(WhatIf(requests=10, rate=None, seqs=4)).lines
-    whole, late = Tally(TraceLog(lines)).side(), Tally(TraceLog(lines), since=30).side()
-    assert whole and late and whole.steps == late.steps and late.most_tokens < whole.most_tokens
-    assert whole.ttft_steps and whole.ttft_steps >= 1
-    assert Tally(TraceLog(lines[:1])).side() is None
 
 
 def test_the_form_offers_the_shapes_that_the_simulator_knows() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from teachllm.config import EngineConfig
+from teachllm.trace.figures import figures
 from teachllm_webui.live import LiveRun
 from teachllm_webui.page import server_functions
 from teachllm_webui.presets import PRESETS, Preset, Variant, preset
@@ -137,8 +138,8 @@ def test_the_session_shows_a_fork_beside_its_original_and_tells_every_tab(sessio
     assert tabs[0] == tabs[1] and len(tabs[0]["lines"]) == 2
     headers = [json.loads(lines[0]) for lines in tabs[0]["lines"]]
     assert [header["config"]["block_size"] for header in headers] == [16, 8]
-    left, right = session.compare()
-    assert left and right and left.steps == right.steps and left.finished == right.finished == 2
+    left, right = (figures(side.log.upto()) for side in session.sides)
+    assert session.status.since == 2 and left.num_finished == right.num_finished == 2
     assert left.waste and right.waste and right.waste < left.waste
     session.drop_fork()
     assert len(session.sides) == 1 and session.generation == before + 2
@@ -195,8 +196,9 @@ def test_a_recorded_trace_can_be_forked_and_goes_on(session: LiveSession, make: 
     session.set_speed(None)
     session.play()
     wait_for(lambda: session.runs[0].is_done)
-    left, right = session.compare()
-    assert left and right and left.finished == right.finished == 2 and right.steps > left.steps
+    left, right = (trace_of(side.log.upto()).replay for side in session.sides)
+    assert not any(request.is_live for side in (left, right) for request in side.requests.values())
+    assert right.step > left.step
 
 
 # -- replacing

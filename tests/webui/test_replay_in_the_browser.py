@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -152,7 +153,7 @@ def test_the_metrics_of_a_fork_know_what_came_before_it(page: Any, forked: list[
         """(lines) => {
             const series = new teachllm.Series();
             series.extend(new teachllm.Timeline(lines));
-            return [series.ttft.text, Math.max(...series.hitRate)];
+            return [series.ttft.map(({ id }) => id), Math.max(...series.hitRate)];
         }""",
         forked,
     )
@@ -160,6 +161,76 @@ def test_the_metrics_of_a_fork_know_what_came_before_it(page: Any, forked: list[
     had_one = {request["request_id"] for request in known if request["token_times"]}
     assert had_one and not had_one & set(ttft)
     assert hit_rate <= 100
+
+
+def test_time_is_the_engines_without_what_lies_between_steps(page: Any) -> None:
+    """Two steps with a rest between, then one that begins before the one before it has ended."""
+    lines, _ = lines_and_states(0, num_steps=4)
+    for line, (begin, end) in zip(lines[-4:], [(10.0, 10.5), (60.0, 61.0), (60.75, 61.5), (70.0, 70.25)], strict=True):
+        line |= {"time": begin, "end": end}
+    work, spans, places = page.evaluate(
+        """(lines) => {
+            const timeline = new teachllm.Timeline(lines);
+            const spans = timeline.steps.map((_, k) => timeline.spanOf(k));
+            return [timeline.work, spans, [0, 0.4, 0.5, 1.6, 1.99, 2.1, 9].map((at) => timeline.stepAtWork(at))];
+        }""",
+        lines,
+    )
+    assert work == [0.5, 1.5, 2.0, 2.25]
+    assert spans == [[0, 0.5], [0.5, 1.5], [1.5, 2.0], [2.0, 2.25]]
+    assert places == [0, 0, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("since", [-1, 30])
+def test_figures_of_two_sides_are_those_of_the_trace_at_every_step(page: Any, trace: list[str], since: int) -> None:
+    events = [json.loads(line) for line in trace]
+    found = page.evaluate(
+        """([lines, since]) => {
+            const [timeline, figures] = [new teachllm.Timeline(lines), new teachllm.Figures(since)];
+            figures.extend(timeline);
+            return timeline.steps.map((_, k) => figures.at(k));
+        }""",
+        [trace, since],
+    )
+    ends = [i for i, event in enumerate(events) if event["event"] == "step"]
+    assert len(found) == len(ends)
+    for k, end in enumerate(ends):
+        expected = figures_by_hand(events[: end + 1], since)
+        assert {name: found[k][name] for name in expected} == pytest.approx(expected, abs=1e-9)
+
+
+def figures_by_hand(events: list[dict[str, Any]], since: int) -> dict[str, Any]:
+    """A mean TTFT in which those who wait count with what they have waited, and the longest time between tokens."""
+    steps = [event for event in events if event["event"] == "step"]
+    now, begin = steps[-1], next((step["end"] for step in steps if step["step"] == since), float("-inf"))
+    counts = [step for step in steps if step["step"] > since]
+    firsts, waits, longest, num_finished = [], [], [], 0
+    arrivals = [event for event in events if event["event"] == "arrival"]
+    for arrival in arrivals:
+        name = arrival["request_id"]
+        times = [
+            s["end"] for s in steps for each in s["scheduled"] if each["request_id"] == name and each.get("num_sampled")
+        ]
+        stopped = any(event["event"] in ("abort", "stop") and event["request_id"] == name for event in events)
+        ended = stopped or any(name in step["finished"] for step in steps)
+        num_finished += ended
+        longest += [after - max(before, begin) for before, after in pairwise(times) if after > begin]
+        if times and times[0] > begin:
+            firsts.append(times[0] - max(arrival["time"], begin))
+        elif not times and not ended:
+            waits.append(now["end"] - max(arrival["time"], begin))
+    is_before = not counts
+    means = [] if is_before else firsts + waits
+    return {
+        "step": now["step"],
+        "requests": len(arrivals),
+        "finished": num_finished,
+        "ttft": sum(means) / len(means) if means else None,
+        "isLeast": bool(waits) and not is_before,
+        "longest": max(longest) if longest and not is_before else None,
+        "preemptions": sum(len(step["preempted"]) for step in counts),
+        "mostTokens": max((sum(each["num_tokens"] for each in step["scheduled"]) for step in counts), default=0),
+    }
 
 
 def test_a_forks_trace_is_replayed_from_where_it_begins(page: Any, forked: list[str]) -> None:

@@ -259,18 +259,24 @@ def test_the_scrub_bar_goes_to_any_step(page: Any) -> None:
 def test_a_page_from_disk_runs_no_text_of_its_trace_follows_the_systems_colors_and_draws_metrics_once_they_are_seen(
     open_exported: Callable[..., Any], trace: list[str]
 ) -> None:
-    page = open_exported(trace, with_plotly=True, color_scheme="dark")
+    page = open_exported(trace, color_scheme="dark")
     assert page.evaluate("window.hacked") is None
     back = "getComputedStyle(document.querySelector('.teachllm')).backgroundColor"
     dark = page.evaluate(back)
     page.evaluate("document.documentElement.dataset.theme = 'light'")
     assert page.evaluate(back) != dark
-    assert page.evaluate("typeof Plotly") == "undefined"
     page.locator("[data-view=metrics]").scroll_into_view_if_needed()
     page.wait_for_selector("[data-view=metrics] [data-drawn]")
-    plots = page.locator("[data-view=metrics] .main-svg:visible")
-    assert plots.count() >= 5
+    plots = page.locator("[data-view=metrics] [data-plot]:visible canvas")
+    assert plots.count() == 5
     assert plots.first.bounding_box()["width"] > 100
+    colors = """(canvas) => {
+        const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const seen = new Set();
+        for (let i = 0; i < data.length; i += 4) if (data[i + 3] > 200) seen.add(`${data.slice(i, i + 3)}`);
+        return seen.size;
+    }"""
+    assert all(plot.evaluate(colors) > 2 for plot in plots.all())
 
 
 def test_main_views_are_in_sight_at_1280_by_720_and_a_phone_needs_no_sideways_scrolling(page: Any) -> None:

@@ -1,8 +1,7 @@
-"""A trace as one HTML page that needs no server and no network: style, script, trace lines and Plotly, all inside.
+"""A trace as one HTML page that needs no server and no network: style, script and trace lines, all inside.
 
 The same files are what the live page loads. Every file of `view/` is a plain script that adds to `window.teachllm`;
-there is no build step: they are put one behind the other. Plotly lies in the page as text and is run when metrics come
-into sight, so that the first picture does not wait for it.
+there is no build step: they are put one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ SCRIPTS = (  # each may use those before it
     *("replay.js", "timeline.js", "palette.js", "dom.js", "format.js", "text.js", "theme.js", "card.js"),
     *("pool_painter.js", "pool.js", "batch_painter.js", "batch.js", "step.js", "queue.js", "tokens.js", "tables.js"),
     *("rank_times.js", "ranks_painter.js", "ranks.js"),
-    *("series.js", "metrics.js", "transport.js", "keyboard.js", "view.js"),
+    *("series.js", "figures.js", "chart.js", "metrics.js", "about.js", "transport.js", "keyboard.js", "view.js"),
 )
 
 PAGE = """<!doctype html>
@@ -37,9 +36,9 @@ PAGE = """<!doctype html>
 <script>
 window.view = teachllm.mount(document.getElementById("view"), {{
   lines: JSON.parse(document.getElementById("trace").textContent),
+  title: {name},
 }});
 </script>
-<script type="text/plain" data-teachllm-plotly>{plotly}</script>
 </body>
 </html>
 """
@@ -54,22 +53,9 @@ class Assets:
 
 
 def assets() -> Assets:
-    """Return what a page needs to call `teachllm.mount(element, {lines})`; Plotly is apart, see `plotly_script`."""
+    """Return what a page needs to call `teachllm.mount(element, {lines})`."""
     script = "\n".join((VIEW / name).read_text(encoding="utf-8") for name in SCRIPTS)
     return Assets(script, (VIEW / "view.css").read_text(encoding="utf-8"))
-
-
-def plotly_script() -> str:
-    """Plotly's own script, from its Python package.
-
-    Raises:
-        ImportError: the package is missing; one line says what installs it.
-    """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ImportError("the visualizer draws with plotly: pip install 'teachllm[ui]'") from error
-    return str(get_plotlyjs())
 
 
 def html_page(lines: Iterable[str], title: str) -> str:
@@ -85,7 +71,7 @@ def html_page(lines: Iterable[str], title: str) -> str:
         style=found.style,
         script=_inside_script(found.script),
         trace=embedded_json([line for line in lines if line.strip()]),
-        plotly=_inside_script(plotly_script()),
+        name=_inside_script(json.dumps(title)),
     )
 
 

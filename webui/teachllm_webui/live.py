@@ -32,6 +32,7 @@ class LiveRun:
 
     Args:
         changed: notified whenever a line was written or one of the attributes below has changed.
+        turn: held during each step, by one of several runs at a time; None: it is alone.
 
     Attributes:
         log: its trace.
@@ -43,8 +44,10 @@ class LiveRun:
         ValueError: the settings are refused.
     """
 
-    def __init__(self, plan: Plan, changed: threading.Condition | None = None) -> None:
-        from teachllm.engine.async_llm import AsyncLLM
+    def __init__(
+        self, plan: Plan, changed: threading.Condition | None = None, turn: threading.Lock | None = None
+    ) -> None:
+        from teachllm_webui.turns import TakingTurns
 
         self.log = TraceLog(changed=changed)
         self.next_step = plan.first_step
@@ -55,7 +58,8 @@ class LiveRun:
         self._planned = deque(sorted(named, key=lambda request: request.at_step))
         self._names = {*plan.under_way, *(request.name for request in named)}
         self._engine = plan.make_engine(self._write)
-        self._llm = AsyncLLM(self._engine, on_step=self._after_step, on_end=self._end, is_paused=True)
+        settings = {"on_step": self._after_step, "on_end": self._end, "is_paused": True}
+        self._llm = TakingTurns(self._engine, turn or threading.Lock(), **settings)
         try:
             self._order(lambda: None)
         except BaseException:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from teachllm_webui.export import assets, plotly_script
+from teachllm_webui.export import assets
 from teachllm_webui.forms import changes_of, request_of, what_if_of
 from teachllm_webui.guard import EVERYWHERE, LOOPBACK, Guard
 from teachllm_webui.presets import PRESETS, preset
@@ -57,12 +57,6 @@ def server_functions(session: LiveSession) -> list[Callable[..., Any]]:
         wait_s = POLL_S if seen.get("wait") else 0.0
         return session.news(Seen(seen["generation"], seen["cursors"], seen["status"]), wait_s)
 
-    def compare(_: Any = None) -> list[Any]:
-        return [side and asdict(side) for side in session.compare()]
-
-    def plotly(_: Any = None) -> str:
-        return plotly_script()
-
     def drive(given: Mapping[str, Any]) -> Answer:
         try:
             _drive(session, given)
@@ -73,7 +67,7 @@ def server_functions(session: LiveSession) -> list[Callable[..., Any]]:
             return {"error": f"{type(error).__name__}: {error}"}
         return {}
 
-    return [news, compare, plotly, drive]
+    return [news, drive]
 
 
 def _drive(session: LiveSession, given: Mapping[str, Any]) -> None:

@@ -47,6 +47,7 @@ class Preset:
         title: in the list.
         look_at: one sentence.
         settings: of the engine.
+        axis: of the batch timeline: "steps", or "ms" where the point is how long steps take.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Preset:
     requests: tuple[PlannedRequest, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     variants: tuple[Variant, ...] = (Variant(""),)
+    axis: str = "steps"
 
     def config(self, variant: Variant) -> EngineConfig:
         fixed: dict[str, Any] = {"model": "teachlm", "device": "cpu", "async_scheduling": False}
@@ -97,7 +99,7 @@ PRESETS = (
         name="chunked",
         title="A long prompt, whole or in chunks",
         look_at="At step 10 a long prompt arrives. Left, one step computes all of it, and all requests wait for that "
-        "step (see its time); right, the budget of 64 cuts it up, and the others get their token in each step.",
+        "step: the longest ITL. Right, the budget of 64 cuts it up, and the others get their token in each step.",
         requests=(
             *map(_ask, QUESTIONS[:4]),
             _ask(LONG + " What is a block table?", at_step=10),
@@ -108,6 +110,7 @@ PRESETS = (
             Variant("whole: budget 1024", {"max_num_batched_tokens": 1024, "enable_chunked_prefill": False}),
             Variant("in chunks: budget 64", {"max_num_batched_tokens": 64}),
         ),
+        axis="ms",
     ),
     Preset(
         name="prefix",

@@ -17,7 +17,6 @@ from typing import Any
 
 from teachllm.config import EngineConfig
 from teachllm_webui.attach import AttachedServer
-from teachllm_webui.compare import Side
 from teachllm_webui.live import LiveRun
 from teachllm_webui.loader import Loader
 from teachllm_webui.plan import FORKABLE, UNTRUSTED, PlannedRequest, engine_plan, fork_plan
@@ -69,6 +68,7 @@ class LiveSession:
         def make() -> _Made:
             plans = [(v.title, engine_plan(preset.config(v), preset.requests)) for v in preset.variants]
             status = Status(title=preset.title, look_at=preset.look_at, preset=preset.name, can_fork=True)
+            status.axis = preset.axis
             return start_all(plans, self.changed), status
 
         self._load(f"loading “{preset.title}”", make, play)
@@ -240,10 +240,6 @@ class LiveSession:
             lines = [side.log.upto(at + MAX_LINES, at) for side, at in zip(self.sides, cursors, strict=True)]
             answer = {"generation": self.generation, "status": self._status_version, "lines": lines}
             return answer | {"now": asdict(self.status)}
-
-    def compare(self) -> list[Side | None]:
-        """The two sides in figures, as far as they have come."""
-        return [side.tally.side() for side in self.sides]
 
     def _has_news(self, seen: Seen) -> bool:
         self._refresh()

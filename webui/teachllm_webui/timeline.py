@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from teachllm_webui.attach import AttachedServer
-from teachllm_webui.compare import Tally
 from teachllm_webui.live import LiveRun
 from teachllm_webui.plan import Plan
 from teachllm_webui.trace_log import FollowedFile, TraceLog
@@ -28,9 +27,6 @@ class Timeline:
     source: FollowedFile | AttachedServer | None = None
     since: int = -1
 
-    def __post_init__(self) -> None:
-        self.tally = Tally(self.log, self.since)
-
     def close(self) -> None:
         if self.run is not None:
             with suppress(RuntimeError):  # it has ended by itself
@@ -40,15 +36,16 @@ class Timeline:
 
 
 def start_all(plans: Sequence[tuple[str, Plan]], changed: threading.Condition, since: int = -1) -> list[Timeline]:
-    """An engine for each titled plan, or none at all.
+    """An engine for each titled plan, or none at all. They take their steps in turn, so that none slows another down.
 
     Raises:
         ValueError: the settings of one are refused.
     """
     with ExitStack() as undo:
         timelines = []
+        turn = threading.Lock()
         for title, plan in plans:
-            run = LiveRun(plan, changed)
+            run = LiveRun(plan, changed, turn)
             undo.callback(run.close)
             timelines.append(Timeline(title, run.log, run, since=since))
         undo.pop_all()
@@ -88,6 +85,8 @@ class Status:
         follows: the first side shows the newest step, though no engine here makes it.
         connection: how it stands with the server that the trace comes from, in a few words.
         notice: what should be known of that trace.
+        axis: of the batch timelines at first: "steps" or "ms".
+        since: the step after which two sides differ.
     """
 
     title: str = ""
@@ -106,6 +105,8 @@ class Status:
     notice: str | None = None
     titles: list[str] = field(default_factory=list)
     sides_done: list[bool] = field(default_factory=list)
+    axis: str = "steps"
+    since: int = -1
 
     def refresh(self, sides: Sequence[Timeline], speed: float | None) -> None:
         """Takes over what the engines and servers say; an engine's error is told once."""
@@ -116,6 +117,7 @@ class Status:
         self.is_done = bool(runs) and all(self.sides_done)
         self.connection, self.notice = (servers[0].connection, servers[0].notice) if servers else ("", None)
         self.titles, self.speed = [side.title for side in sides], speed
+        self.since = max((side.since for side in sides), default=-1)
         for run in runs:
             if run.error is not None:
                 self.error, run.error = run.error, None

@@ -1,55 +1,48 @@
-// Two timelines in figures, side by side: the right one's is set in bold where it differs.
+// Two timelines in figures, side by side, at the steps that they show: the right one's is set in bold where it differs.
 "use strict";
 (() => {
   const teachllm = (globalThis.teachllm ??= {});
-  const { h, patch, list } = teachllm;
-  const ASK_MS = 700;
+  const { h, patch, list, format } = teachllm;
 
-  const count = (value) => String(value);
-  const percent = (value) => `${(100 * value).toFixed(0)} %`;
+  const least = (text, side) => (side.isLeast ? `≥ ${text}` : text);
   const ROWS = [
-    ["steps", "steps", count],
-    ["finished", "finished", (value, side) => `${value} of ${side.requests}`],
-    ["ttft_steps", "TTFT", (value) => `${value.toFixed(1)} steps`],
-    ["waste", "empty slots in used blocks", percent],
-    ["preemptions", "preemptions", count],
-    ["most_tokens", "most tokens in a step", count],
+    ["steps", "steps", (side) => `${side.step + 1} (0 to ${side.step})`],
+    ["finished", "finished", (side) => `${side.finished} of ${side.requests}`],
+    ["ttft", "mean TTFT", (side) => least(`${format.seconds(side.ttft)}, ${format.plain(side.ttftSteps)} steps`, side)],
+    ["longest", "longest ITL", (side) => format.seconds(side.longest)],
+    ["waste", "empty slots in used blocks", (side) => format.percent(side.waste)],
+    ["preemptions", "preemptions", (side) => String(side.preemptions)],
+    ["mostTokens", "most tokens in a step", (side) => String(side.mostTokens)],
   ];
 
   class Comparison {
-    constructor(ask) {
-      this.ask = ask;
+    constructor() {
       this.root = h("dl", { class: "tl-compare", "data-compare": "", "aria-label": "comparison", hidden: true });
+      this.views = [];
     }
 
-    // Asks again, but not too often.
-    refresh() {
-      if (this._timer) return;
-      const wait = Math.max(0, (this._at ?? -1e9) + ASK_MS - performance.now());
-      this._timer = setTimeout(async () => {
-        this._timer = 0; // lines that come from here on are asked for again
-        this._at = performance.now();
-        const { _mounted } = this;
-        const answer = await Promise.resolve(this.ask()).catch(() => null); // the poll reports that the server does not answer
-        if (answer && _mounted === this._mounted) this.draw(answer);
-      }, wait);
+    // Two views from now on, or none. What comes after a step of both counts.
+    watch(views, since) {
+      this.views = views;
+      this.figures = views.map(() => new teachllm.Figures(since));
+      for (const view of views) view.ondraw = () => this.draw();
+      this.draw();
     }
 
-    // For two timelines that are new.
-    clear() {
-      this._mounted = (this._mounted ?? 0) + 1;
-      this.draw([]);
-    }
-
-    draw([left, right]) {
-      const rows = left && right ? ROWS.filter(([name]) => left[name] !== null || right[name] !== null) : [];
+    draw() {
+      const sides = this.views.map(({ timeline, k }, i) => {
+        this.figures[i].extend(timeline);
+        return this.figures[i].at(k);
+      });
+      const [left, right] = sides;
+      const rows = left && right ? ROWS.filter(([name]) => name === "steps" || left[name] !== null || right[name] !== null) : [];
       patch(this.root, { hidden: rows.length === 0 });
       list(this.root, rows, {
         key: ([name]) => name,
         create: ([name, title]) => h("div", { "data-figure": name }, h("dt", { text: title }), h("dd"), h("dd")),
         update: (node, [name, , show]) => {
           const [, a, b] = node.children;
-          const text = (side) => (side[name] === null ? "–" : show(side[name], side));
+          const text = (side) => (side[name] === null ? "–" : show(side));
           patch(a, { text: text(left), "data-value": String(left[name]) });
           patch(b, { text: text(right), "data-value": String(right[name]) });
           patch(node, { "data-differs": text(left) !== text(right) });

@@ -18,7 +18,7 @@
       this.problem = h("p", { class: "tl-banner", role: "alert", "data-problem": "", hidden: true });
       this.sides = h("div", { class: "tl-sides" });
       this.nothing = h("p", { class: "tl-nothing", "data-nothing": "" });
-      this.compare = new Comparison(() => server.compare());
+      this.compare = new Comparison();
       this.root.append(this.bar, this.problem, this.sentence, this.compare.root, this.nothing, this.sides);
       element.append(this.root);
       this._fillBar();
@@ -190,7 +190,6 @@
         this.views[i].push(news);
       });
       if (status !== this.status) this._show(status, now);
-      if (lines.length > 1 && lines.some((news) => news.length)) this.compare.refresh();
     }
 
     _mount(generation, count, now) {
@@ -199,16 +198,16 @@
       this.generation = generation;
       this.cursors = Array(count).fill(0);
       patch(this.root, { "data-generation": String(generation), "data-sides": String(count) });
-      this.compare.clear();
       this.views = Array.from({ length: count }, (_, i) => {
         const title = h("h2", { class: "tl-side-title", text: now.titles[i] ?? "", hidden: count < 2 });
         const box = h("section", { class: "tl-side", "data-side": String(i) }, title);
         this.sides.append(box);
         const live = now.is_live ? this._controls(i, now) : null;
         const follows = now.follows && i === 0;
-        return teachllm.mount(box, { live, grows: true, follows, plotly: () => this._plotly() });
+        return teachllm.mount(box, { live, grows: true, follows, axis: now.axis });
       });
       if (count > 1) this.views.forEach((view) => this._link(view));
+      this.compare.watch(count > 1 ? this.views : [], now.since);
       this._measure();
     }
 
@@ -269,16 +268,6 @@
     _measure() {
       const above = this.sides.getBoundingClientRect().top - this.root.getBoundingClientRect().top;
       patch(this.root, { "--tl-above": `${Math.round(above)}px` });
-    }
-
-    async _plotly() {
-      if (!globalThis.Plotly) {
-        this._loadingPlotly ??= this.server.plotly({}).then((text) => void document.head.append(h("script", { text })));
-        await this._loadingPlotly;
-      }
-      this._loadingPlotly = null; // if it did not come, the next time asks again
-      if (!globalThis.Plotly) throw new Error("Plotly did not come");
-      return globalThis.Plotly;
     }
   }
 

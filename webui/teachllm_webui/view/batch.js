@@ -9,9 +9,9 @@
   const HEADER = 16; // pixels for the axis
 
   class Batch {
-    constructor(context) {
+    constructor(context, axis) {
       this.context = context;
-      this.axis = "steps";
+      this.axis = axis;
       this.cellWidth = 22;
       this.rowHeight = 18;
       this.rows = []; // of requests that are alive somewhere in the window
@@ -44,10 +44,9 @@
     // Left edge and width of step k, in pixels from the first step.
     span(k) {
       if (this.axis === "steps") return [k * this.cellWidth, this.cellWidth];
-      const { steps } = this.context.timeline;
-      const from = Math.max(steps[k].time, k ? steps[k - 1].end : -Infinity); // running ahead, steps overlap
+      const [begin, end] = this.context.timeline.spanOf(k);
       const scale = this._pixelsPerSecond();
-      return [(from - steps[0].time) * scale, Math.max((steps[k].end - from) * scale, 1)];
+      return [begin * scale, Math.max((end - begin) * scale, 1)];
     }
 
     // First and last step between two places.
@@ -55,7 +54,7 @@
       const { timeline } = this.context;
       const clamp = (k) => Math.max(0, Math.min(k, timeline.last));
       if (this.axis === "steps") return [left, right].map((x) => clamp(Math.floor(x / this.cellWidth)));
-      const at = (x) => timeline.stepAtTime(timeline.steps[0].time + x / this._pixelsPerSecond());
+      const at = (x) => timeline.stepAtWork(x / this._pixelsPerSecond());
       return timeline.last < 0 ? [0, -1] : [clamp(at(left)), clamp(at(right) + 1)];
     }
 

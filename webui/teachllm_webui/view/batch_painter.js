@@ -86,7 +86,7 @@
         const round = batch.axis === "ms" || step.step % 5 === 0 || batch.cellWidth > 30;
         const [x] = batch.span(k);
         if (!round || x < free) continue;
-        const text = batch.axis === "ms" ? format.seconds(step.time - timeline.steps[0].time) : String(step.step);
+        const text = batch.axis === "ms" ? format.seconds(timeline.spanOf(k)[0]) : String(step.step);
         plot.fillText(text, GUTTER + x - left + 1, HEADER / 2);
         free = x + plot.measureText(text).width + 14;
       }

@@ -12,10 +12,17 @@
     return `${significant(x / factor)} ${prefix}${unit}`;
   }
 
+  // A number alone, its thousands set apart.
+  function plain(x, digits = 3) {
+    const value = Number(x.toPrecision(digits));
+    return Math.abs(value) >= 10000 ? value.toLocaleString("en-US") : String(value);
+  }
+
   const LARGE = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]];
   const SMALL = [[1, ""], [1e-3, "m"], [1e-6, "µ"]];
 
   const format = {
+    plain,
     seconds: (x) => scaled(x, "s", SMALL),
     bytes: (x) => scaled(x, "B", LARGE),
     flops: (x) => scaled(x, "FLOP", LARGE),

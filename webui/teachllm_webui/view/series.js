@@ -1,4 +1,4 @@
-// The figures over time that people judge a server by, from the steps of a trace.
+// The figures over time that people judge a server by, from the steps of a trace. Time is the engine's: seconds of work.
 //
 //   TTFT      time to first token: from a request's arrival to the end of the step that gave it its first
 //   ITL       inter-token latency: between two tokens of one request (here the mean of a step's)
@@ -12,12 +12,12 @@
 
   class Series {
     constructor() {
-      this.time = []; // of each step's end, seconds from the first step
+      this.time = []; // of each step's end
       this.itl = [];
       this.throughput = [];
       this.kv = [];
       this.hitRate = [];
-      this.ttft = { x: [], y: [], text: [] };
+      this.ttft = []; // [{ time, value, id }]
       this._last = new Map(); // request id -> when its newest token was known
       this._seen = new Set(); // admitted before
       this._sampled = []; // of each step
@@ -30,18 +30,11 @@
       return this.time.length;
     }
 
-    // { x, y } to be drawn as a line, which has a gap where nothing ran for long. Copies: Plotly keeps what it is given.
+    // What is to be drawn: [{ time, value, id? }], without the steps that have no such figure.
     points(name) {
-      const [x, y] = [[], []];
-      this.time.forEach((time, i) => {
-        if (name !== "kv" && name !== "hitRate" && time - this.time[i - 1] > WINDOW) {
-          x.push(time);
-          y.push(null);
-        }
-        x.push(time);
-        y.push(this[name][i]);
-      });
-      return { x, y };
+      if (name === "ttft") return this.ttft;
+      const points = this.time.map((time, i) => ({ time, value: this[name][i] }));
+      return points.filter(({ value }) => value !== null);
     }
 
     // Takes the steps that it has not seen. A fork's requests were admitted, and had tokens, before its first.
@@ -52,12 +45,12 @@
           if (known.token_times.length) this._last.set(known.request_id, known.token_times.at(-1));
         }
       }
-      while (this.length < timeline.steps.length) this._step(timeline.steps[this.length], timeline);
+      while (this.length < timeline.steps.length) this._step(this.length, timeline);
     }
 
-    _step(line, timeline) {
-      const start = timeline.steps[0].time;
-      const time = line.end - start;
+    _step(k, timeline) {
+      const line = timeline.steps[k];
+      const time = timeline.work[k];
       const gaps = [];
       let sampled = 0;
       for (const scheduled of line.scheduled) {
@@ -73,7 +66,7 @@
         if (!n) continue;
         sampled += n;
         if (this._last.has(id)) gaps.push((line.end - this._last.get(id)) / n);
-        else this._first(id, time, line.end - arrival.time);
+        else this.ttft.push({ time, value: 1000 * (line.end - arrival.time), id });
         this._last.set(id, line.end);
       }
       this.time.push(time);
@@ -81,12 +74,6 @@
       this.kv.push((100 * line.blocks.used) / timeline.header.num_blocks);
       this.hitRate.push(this._prompt ? (100 * this._cached) / this._prompt : 0);
       this.throughput.push(this._rate(time, sampled));
-    }
-
-    _first(id, time, seconds) {
-      this.ttft.x.push(time);
-      this.ttft.y.push(1000 * seconds);
-      this.ttft.text.push(id);
     }
 
     _rate(time, sampled) {

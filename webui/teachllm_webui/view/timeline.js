@@ -4,8 +4,9 @@
 // "Step k" is the k-th step line, counted from 0. Its state includes the lines up to the next step, so that a request
 // that has just arrived, or was aborted between steps, shows at once. k = -1 is before the first step.
 //
-// It also keeps, for each request, what each step did with it (rows of the batch timeline), and for each block what
-// happened to it (its history).
+// It also keeps, for each request, what each step did with it (rows of the batch timeline), for each block what happened
+// to it (its history), and the seconds of work: time in which no step is under way is left out, and of two steps that
+// overlap the time that they share counts once.
 "use strict";
 (() => {
   const teachllm = (globalThis.teachllm ??= {});
@@ -44,6 +45,9 @@
       this.notice = null; // what is odd but can be shown
       this.told = []; // [{ k, line }]: lines that say what each rank did, and the newest step then
       this.forked = []; // of a fork: how far each request had come when it began
+      this.work = []; // seconds of work up to the end of each step
+      this.waste = []; // after each step, the share of the slots in used blocks that are empty; null without any
+      this._busyUntil = -Infinity; // the latest end of a step
       this._outside = new Map(); // k -> [[request id, reason]]: ended by an abort or a stop string
       this._lineOfStep = [];
       this._snapshots = []; // [{ numLines, replay }]
@@ -106,15 +110,20 @@
       return this._outside.get(k) ?? [];
     }
 
-    // The newest step that had begun at `time`.
-    stepAtTime(time) {
+    // Step k's seconds of work: [begin, end].
+    spanOf(k) {
+      return [k > 0 ? this.work[k - 1] : 0, this.work[k]];
+    }
+
+    // The newest step that had begun after so many seconds of work.
+    stepAtWork(seconds) {
       let [low, high] = [0, this.last];
       while (low < high) {
         const middle = (low + high + 1) >> 1;
-        if (this.steps[middle].time <= time) low = middle;
+        if (this.work[middle - 1] <= seconds) low = middle;
         else high = middle - 1;
       }
-      return low;
+      return Math.max(low, 0);
     }
 
     _append(line) {
@@ -165,9 +174,24 @@
       Object.assign(this.rows.get(id), { last: Math.max(k, 0), ended: reason });
     }
 
+    // Shared blocks are full, so only the last blocks of requests have empty slots.
+    _wasted(numUsed) {
+      const { live, requests, block_size: size } = this._head;
+      let empty = 0;
+      for (const id of live) {
+        const { table, num_computed_tokens: computed } = requests.get(id);
+        empty += Math.max(table.length * size - computed, 0);
+      }
+      return numUsed ? empty / (numUsed * size) : null;
+    }
+
     _step(line, k) {
       this.steps.push(line);
       this._lineOfStep.push(this.lines.length - 1);
+      const worked = Math.max(line.end - Math.max(line.time, this._busyUntil), 0);
+      this.work.push((this.work.at(-1) ?? 0) + worked);
+      this._busyUntil = Math.max(this._busyUntil, line.end);
+      this.waste.push(this._wasted(line.blocks.used));
       const preempted = new Set(line.preempted);
       for (const [id, [reason, words]] of Object.entries(line.waiting)) {
         const kind = preempted.has(id) ? "preempted" : "waiting";

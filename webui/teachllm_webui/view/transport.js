@@ -49,7 +49,7 @@
     draw({ k, line, state, timeline }) {
       patch(this.scrub, { max: Math.max(timeline.last, 0) });
       patch(this.mark, { "--at": Math.max(k, 0) / Math.max(timeline.last, 1) });
-      const time = line ? ` · ${format.seconds(line.end - timeline.steps[0].time)}` : "";
+      const time = line ? ` · ${format.seconds(timeline.work[k])}` : "";
       const where = line ? `step ${line.step} of ${timeline.steps.at(-1).step}${time}` : "before the first step";
       patch(steady(this.where, where), { "data-step-index": String(k) });
       let [running, waiting] = [0, 0];

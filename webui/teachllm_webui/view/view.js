@@ -6,8 +6,9 @@
 //   live     functions play(), pause(), step(), abort(id), setSpeed(x) that drive an engine (each may be async), and
 //            the flags `playing` and `done`; the view then follows the newest step until the user scrubs back
 //   grows    lines may still come, so that the newest step can be followed without an engine, too
+//   title    of the trace; with one, the model and the settings are told, too
+//   axis     of the batch timeline: "steps" or "ms"
 //   follows  it is followed from the beginning, and again when the user has come back to it
-//   plotly   gives Plotly, or a promise of it; by default the copy that is embedded in the page
 "use strict";
 (() => {
   const teachllm = (globalThis.teachllm ??= {});
@@ -16,7 +17,7 @@
   const FAST_MS = 50; // steps that come closer to each other are too fast to be read
 
   class View {
-    constructor(element, { lines = [], live = null, grows = false, follows = false, plotly } = {}) {
+    constructor(element, { lines = [], live = null, grows = false, follows = false, axis = "steps", title = null } = {}) {
       Object.assign(this, { element, live, grows, follows, k: -1, following: Boolean(live) || follows });
       Object.assign(this, { pinned: null, hovered: null, pinnedBlock: null, hoveredBlock: null });
       this.timeline = new teachllm.Timeline();
@@ -30,12 +31,14 @@
       this._observer = new IntersectionObserver((entries) => this._see(entries), { rootMargin: "-48px" }); // not a head
       this.transport = new teachllm.Transport(this);
       const { Pool, Batch, Step, Queue, Tokens, Tables, Metrics } = teachllm;
+      this.about = title === null ? null : new teachllm.About(title);
+      if (this.about) this.root.append(this.about.root);
       this.root.append(this.transport.root, this.banner, this.grid);
       this.pool = new Pool(this);
-      this.batch = new Batch(this);
+      this.batch = new Batch(this, axis);
       this.tokens = new Tokens(this);
       this.texts = [new Step(this), new Queue(this), this.tokens, new Tables(this)]; // to be read
-      this.views = [this.pool, this.batch, ...this.texts, new Metrics(this, plotly)];
+      this.views = [this.pool, this.batch, ...this.texts, new Metrics(this)];
       for (const view of this.views) this.grid.append(view.root);
       for (const view of this.views) this._observer.observe(view.root);
       this.card = new teachllm.Card(this.root, () => this.unpin());
@@ -56,6 +59,7 @@
       const message = this.timeline.problem ?? this.timeline.notice;
       patch(this.banner, { text: message ?? "", hidden: !message });
       if (this.timeline.told.length && !this.ranks) this._addRanks();
+      if (first && this.timeline.header) this.about?.draw(this.timeline.header);
       if (this.following) this.k = this.timeline.last;
       else if (first && this.timeline.last >= 0) this.k = 0;
       this._draw();
@@ -277,6 +281,7 @@
       this._settling = setTimeout(() => this.settle(), SETTLE_MS);
       if (this.pinned !== null || this.hovered !== null || this.hoveredBlock !== null) this._light();
       this._drawCard();
+      this.ondraw?.();
     }
 
     // When steps come too fast to be read, each draws one of the texts: the next one in turn.

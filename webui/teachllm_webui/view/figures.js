@@ -1,0 +1,136 @@
+// What a run has come to at any of its steps, in figures: for two timelines, what the same requests cost under two settings.
+// Sums are kept for each step, so that a look back costs nothing and the figures are those of the step shown.
+//
+// Only what comes after a step counts (`since`): where a fork parts from its original. A request that waits for its first
+// token counts with what it has waited so far, so a mean is then a least value.
+"use strict";
+(() => {
+  const teachllm = (globalThis.teachllm ??= {});
+
+  class Figures {
+    constructor(since = -1) {
+      this.since = since; // the number of a step line
+      this._sums = []; // for each step
+      this._arrived = new Map(); // id -> { time, step } of those without a token
+      this._last = new Map(); // id -> when its newest token was known
+      this._from = -Infinity; // when it began to count
+      this._counts = false;
+      this._numLines = 0;
+      this._sum = { requests: 0, finished: 0, firsts: 0, ttft: 0, ttftSteps: 0, longest: null };
+      Object.assign(this._sum, { wasted: 0, withBlocks: 0, preemptions: 0, mostTokens: 0 });
+      this._waiting = { time: 0, step: 0 }; // sums over those without a token, from when they count
+    }
+
+    // Takes the lines that it has not seen.
+    extend(timeline) {
+      while (this._numLines < timeline.lines.length) {
+        const line = timeline.lines[this._numLines++];
+        if (line.event === "arrival") this._arrive(line);
+        if (line.event === "fork") this._fork(line);
+        if (line.event === "abort" || line.event === "stop") this._end(line.request_id);
+        if (line.event === "step") this._step(line, timeline.waste[this._sums.length]);
+      }
+    }
+
+    // After step k; null before the first.
+    at(k) {
+      const sum = this._sums[k];
+      if (!sum) return null;
+      const { waiting, waited, waitedSteps, ...rest } = sum;
+      const count = sum.firsts + waiting;
+      return {
+        ...rest,
+        ttft: count ? (sum.ttft + waited) / count : null,
+        ttftSteps: count ? (sum.ttftSteps + waitedSteps) / count : null,
+        isLeast: waiting > 0,
+        waste: sum.withBlocks ? sum.wasted / sum.withBlocks : null,
+      };
+    }
+
+    _arrive({ request_id: id, time }) {
+      this._sum.requests += 1;
+      this._last.delete(id);
+      this._leave(id);
+      const arrived = { time, step: this._stepNumber ?? -1 };
+      this._arrived.set(id, arrived);
+      this._waiting.time += arrived.time;
+      this._waiting.step += arrived.step;
+    }
+
+    // It waits for its first token no more.
+    _leave(id) {
+      const arrived = this._arrived.get(id);
+      if (!arrived) return;
+      this._arrived.delete(id);
+      this._waiting.time -= arrived.time;
+      this._waiting.step -= arrived.step;
+    }
+
+    // From here on everything counts, and those who wait do so from here on.
+    _begin() {
+      this._counts = true;
+      this._waiting = { time: 0, step: 0 };
+      for (const arrived of this._arrived.values()) {
+        arrived.time = Math.max(arrived.time, this._from);
+        arrived.step = Math.max(arrived.step, this.since);
+        this._waiting.time += arrived.time;
+        this._waiting.step += arrived.step;
+      }
+    }
+
+    _fork({ time, step, requests }) {
+      this._stepNumber = step;
+      this._from = time;
+      for (const { request_id: id, token_times: times } of requests) {
+        if (!times.length) continue;
+        this._leave(id);
+        this._last.set(id, times.at(-1));
+      }
+    }
+
+    _end(id) {
+      this._sum.finished += 1;
+      this._leave(id);
+      this._last.delete(id);
+    }
+
+    _step(line, waste) {
+      const sum = this._sum;
+      if (line.step > this.since && !this._counts) this._begin();
+      if (!this._counts) this._from = line.end;
+      this._stepNumber = line.step;
+      for (const { request_id: id, num_sampled: n } of line.scheduled) {
+        if (n) this._give(id, line);
+      }
+      for (const id of Object.keys(line.finished)) this._end(id);
+      if (this._counts) {
+        if (waste !== null) {
+          sum.wasted += waste;
+          sum.withBlocks += 1;
+        }
+        sum.preemptions += line.preempted.length;
+        sum.mostTokens = Math.max(sum.mostTokens, line.scheduled.reduce((all, each) => all + each.num_tokens, 0));
+      }
+      const waiting = this._counts ? this._arrived.size : 0;
+      const waited = waiting * line.end - this._waiting.time;
+      const waitedSteps = waiting * line.step - this._waiting.step;
+      this._sums.push({ ...sum, step: line.step, waiting, waited, waitedSteps });
+    }
+
+    // A request gets tokens.
+    _give(id, line) {
+      const [sum, arrived] = [this._sum, this._arrived.get(id)];
+      if (this._counts && arrived) {
+        sum.firsts += 1;
+        sum.ttft += line.end - arrived.time;
+        sum.ttftSteps += line.step - arrived.step;
+      } else if (this._counts && this._last.has(id)) {
+        sum.longest = Math.max(sum.longest ?? 0, line.end - Math.max(this._last.get(id), this._from));
+      }
+      this._leave(id);
+      this._last.set(id, line.end);
+    }
+  }
+
+  Object.assign(teachllm, { Figures });
+})();
