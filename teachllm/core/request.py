@@ -76,7 +76,7 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
         )
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """Track one completion that is being generated.
 

@@ -14,7 +14,7 @@ they had come and where their blocks are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -81,7 +81,11 @@ def fork(state: Replay, config: EngineConfig, sink: Callable[[str], None], at: f
         raise ValueError("the trace has no token ids (--trace-no-text), so nothing can go on from it")
     clock = EngineClock(at)
     clock.hold()
-    engine = Engine(config, recorder=Recorder(sink, clock, lambda token_ids: engine.token_texts(token_ids)))
+
+    def text(token_ids: Sequence[int], request: Request | None = None) -> list[str]:
+        return engine.trace_texts(token_ids, request)
+
+    engine: Engine = Engine(config, recorder=Recorder(sink, clock, text))
     try:
         _go_on(engine, state, live, at)
     except BaseException:

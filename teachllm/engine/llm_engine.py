@@ -24,8 +24,8 @@ from teachllm.engine.input_processor import InputProcessor, PreparedPrompt, Prom
 from teachllm.engine.observability.stats import StepStats
 from teachllm.engine.output_processor import OutputProcessor
 from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
-from teachllm.engine.text.token_texts import TokenTexts
 from teachllm.engine.text.tokenizer import Tokenizer
+from teachllm.engine.text.trace_texts import TraceTexts
 from teachllm.models.model_config import ModelConfig
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
@@ -158,7 +158,7 @@ class Engine:
             self.model_config = replace(self.model_config, eos_token_ids=ids)
         self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)
         self._outputs = OutputProcessor(self.tokenizer)
-        self.token_texts = TokenTexts(self.tokenizer)
+        self.trace_texts = TraceTexts(self.tokenizer)
 
     @property
     def core(self) -> EngineCore:

@@ -18,8 +18,9 @@ from teachllm.engine.observability.step_roofline import StepRoofline
 from teachllm.engine.observability.step_traffic import StepTraffic
 from teachllm.engine.observability.trace_file import TraceFile
 from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
-from teachllm.engine.text.token_texts import TokenTexts, load_tokenizer
+from teachllm.engine.text.token_texts import load_tokenizer
 from teachllm.engine.text.tokenizer import Tokenizer
+from teachllm.engine.text.trace_texts import TraceTexts
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.spec_decode.draft_length import make_draft_length
@@ -73,7 +74,7 @@ def make_core(
     file = TraceFile(config.trace_path) if is_traced and config.trace_path is not None else None
     if is_traced:
         sink = _to_all([each for each in (file, trace_sink) if each is not None])
-        recorder = Recorder(sink, EngineClock(), TokenTexts(tokenizer) if config.trace_text else None)
+        recorder = Recorder(sink, EngineClock(), TraceTexts(tokenizer) if config.trace_text else None)
     model_drafter_config = load_drafter_config(config, model, device.type)
     check_ranks(config, model, model_drafter_config)
     executor: Executor

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from secrets import token_bytes
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from teachllm.core.block_pool import BlockEvent
 from teachllm.core.in_flight import RequestUpdate
@@ -37,20 +37,27 @@ class StepTimestamps(NamedTuple):
     end: float
 
 
+class Texts(Protocol):
+    """Define who knows the text of tokens."""
+
+    def __call__(self, token_ids: Sequence[int], request: Request | None = None) -> list[str]: ...
+
+
 class Recorder:
     """Turns what the engine does into trace lines.
 
     Args:
         sink: takes one line, without its newline.
         clock: seconds since any fixed moment.
-        text: gives the text of each of some token ids; None leaves ids and text out of the trace.
+        text: gives the text of each of some token ids, a prompt's or those that a request has just got; None leaves
+            ids and text out of the trace.
     """
 
     def __init__(
         self,
         sink: Callable[[str], None],
         clock: Callable[[], float],
-        text: Callable[[list[int]], list[str]] | None = None,
+        text: Texts | None = None,
     ) -> None:
         self._sink, self.clock, self._text = sink, clock, text
         self.key = None if text else token_bytes(32)  # without it, hashes would tell which tokens a block holds
@@ -123,7 +130,8 @@ class Recorder:
         if update is not None and update.new_token_ids:
             entry["num_sampled"] = len(update.new_token_ids)
             if self._text is not None:
-                entry["token_ids"], entry["text"] = update.new_token_ids, self._text(update.new_token_ids)
+                entry["token_ids"] = update.new_token_ids
+                entry["text"] = self._text(update.new_token_ids, update.request)
         return entry
 
     def write(self, event: str, scheduler: Scheduler | None = None, **fields: Any) -> None:

@@ -293,7 +293,8 @@ def test_drafts_are_accepted_if_they_are_what_would_be_sampled(plain: list[list[
 def traced(text: bool, **changes: Any) -> tuple[list[dict[str, Any]], list[list[list[int]]]]:
     lines: list[str] = []
     clock = itertools.count(1e12)
-    recorder = Recorder(lines.append, lambda: next(clock), (lambda ids: ["x"] * len(ids)) if text else None)
+    spell = (lambda ids, request=None: ["x"] * len(ids)) if text else None
+    recorder = Recorder(lines.append, lambda: next(clock), spell)
     engine = make_engine(recorder=recorder, num_gpu_blocks_override=14, max_num_batched_tokens=32, **changes)
     made = run_workload(engine)
     return [json.loads(line) for line in lines], made

@@ -319,7 +319,7 @@ def test_whoever_waits_is_admitted_once_the_limit_it_names_is_relaxed(
 def test_a_fork_at_the_step_that_a_stop_string_ends_goes_on_with_the_others() -> None:
     lines: list[str] = []
     config = EngineConfig(model="teachlm", device="cpu", num_gpu_blocks_override=40, max_num_seqs=4)
-    engine = Engine(config, recorder=Recorder(lines.append, lambda: 0.0, lambda ids: engine.token_texts(ids)))
+    engine = Engine(config, recorder=Recorder(lines.append, lambda: 0.0, lambda *given: engine.trace_texts(*given)))
     assert engine.tokenizer is not None
     for name, stop in (("a", "key"), ("b", None)):
         prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": "What is a KV cache?"}])

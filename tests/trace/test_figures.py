@@ -106,7 +106,7 @@ def test_a_real_engines_trace_gives_the_same_figures_as_its_outputs(num_blocks: 
             share.pop("token_ids", None), share.pop("text", None)
         lines[1].append(json.dumps(event))
 
-    engine = Engine(config, recorder=Recorder(sink, time.perf_counter, lambda ids: [str(i) for i in ids]))
+    engine = Engine(config, recorder=Recorder(sink, time.perf_counter, lambda ids, request=None: [str(i) for i in ids]))
     outputs = []
     for index in range(8):
         prompt = [5] * 32 + [index] * (index + 1)

@@ -20,7 +20,7 @@ TIMES = StepTimestamps(time=2.0, schedule=0.1, execute=0.2, wait=0.1, update=0.3
 
 def make_recorder(text: bool = True) -> tuple[Recorder, list[str]]:
     lines: list[str] = []
-    spell = (lambda ids: [str(token_id) for token_id in ids]) if text else None
+    spell = (lambda ids, request=None: [str(token_id) for token_id in ids]) if text else None
     return Recorder(lines.append, lambda: 1.5, spell), lines
 
 

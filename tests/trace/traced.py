@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from teachllm import SamplingParams
+from teachllm.core.request import Request
 from teachllm.core.scheduler import Scheduler
 from teachllm.engine.llm_engine import Engine
-from teachllm.trace.recorder import Recorder
+from teachllm.trace.recorder import Recorder, Texts
 from teachllm.trace.replay import state_text
 from tests.worker.engines import make_engine, random_ids
 
@@ -29,13 +30,13 @@ def live_state(scheduler: Scheduler) -> str:
     return state_text(blocks, [block.block_id for block in kv.pool.free_blocks()], tables)
 
 
-def spell(token_ids: list[int]) -> list[str]:
+def spell(token_ids: Sequence[int], request: Request | None = None) -> list[str]:
     return [f"<{token_id}>" for token_id in token_ids]
 
 
 def traced_engine(
     on_line: Callable[[Engine, str], None] | None = None,
-    text: Callable[[list[int]], list[str]] | None = spell,
+    text: Texts | None = spell,
     clock: Callable[[], float] = time.perf_counter,
     **changes: Any,
 ) -> tuple[Engine, list[str]]:

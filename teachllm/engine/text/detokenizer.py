@@ -76,6 +76,11 @@ class IncrementalDetokenizer:
         """The text to show."""
         return self._settled[: self._num_shown]
 
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the newest text ends in a whole character."""
+        return self._num_settled == len(self._decode(self._window))
+
     def append(self, token_ids: Sequence[int], finished_by_token: bool = False) -> StopMatch | None:
         """Takes newly sampled ids.
 
