@@ -22,7 +22,10 @@ def _require(holds: bool, message: str) -> None:
 
 
 def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
-    """Check a plan's limits: the budget, the sequences, each request at most once, blocks for every token."""
+    """Check a plan's limits: the budget, the sequences, each request at most once, blocks for every token.
+
+    A running request that got nothing has a reason.
+    """
     budget = scheduler.max_num_batched_tokens
     limit = scheduler.max_num_seqs
     _require(plan.num_tokens <= budget, f"step {plan.step}: {plan.num_tokens} tokens, the budget is {budget}")
@@ -35,6 +38,10 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
         has_known = scheduled.num_tokens > len(scheduled.draft_token_ids)
         _require(has_known, f"{scheduled.request_id}: scheduled without a known token")
         _require(scheduled.start + scheduled.num_tokens <= room, f"{scheduled.request_id}: tokens without blocks")
+    running = {request.request_id for request in scheduler.running}
+    held = plan.held.keys() & running  # others were preempted after that
+    _require(running == set(names) | held, f"step {plan.step}: running requests without a share and without a reason")
+    _require(not held & set(names), f"step {plan.step}: a reason why a request got nothing that did")
 
 
 def check(scheduler: Scheduler) -> None:

@@ -38,14 +38,19 @@ class FinishReason(Enum):
 
 
 class WaitReason(Enum):
-    """Name why a request waits, decided at the branch that refuses it. The value is the sentence shown to people."""
+    """Name why a request waits, or gets nothing in a step although it runs, decided at the branch that refuses it.
+
+    The value is the sentence shown to people.
+    """
 
     BEHIND_HEAD = "behind the head of the queue"
-    TOKEN_BUDGET = "needs {needed} tokens of the step's budget, {available} left"
+    TOKEN_BUDGET = "needs {needed} token{plural} of the step's budget, {available} left"
     SEQUENCE_LIMIT = "would be running request {needed}, the limit is {available}"
     NO_FREE_BLOCKS = "needs {needed} block{plural}, {available} free"
     STATIC_BATCH = "the batch of {needed} must drain first"
     PREEMPTED = "preempted: its blocks were taken back"
+    IN_FLIGHT = "its last token is still being computed"
+    NEXT_PLAN = "its turn is in one of the pipeline's next plans"
 
 
 @dataclass(frozen=True, slots=True)

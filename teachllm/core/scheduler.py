@@ -33,6 +33,9 @@ from teachllm.core.scheduler_output import ModelRunnerOutput, ScheduledRequest, 
 
 Chosen = dict[Request, tuple[int, list[int]]]  # request -> (tokens, new blocks)
 
+# Why a running request gets nothing, where there are no numbers to tell.
+_IN_FLIGHT, _NEXT_PLAN = Wait(WaitReason.IN_FLIGHT), Wait(WaitReason.NEXT_PLAN)
+
 
 class Scheduler:
     """Manage the queues, budget and blocks of one engine.
@@ -149,15 +152,27 @@ class Scheduler:
         prompts = [request for request in self.running if request.num_uncomputed_tokens > 1]
         # Decodes first. A pipeline's plans divide them: all in one would leave nothing for the other stages.
         most_decodes = -(-len(decodes) // self.config.pipeline_parallel_size)
-        ready = list(filter(self._can_compute, decodes))[:most_decodes]
-        for request in [*ready, *filter(self._can_compute, prompts)]:
-            num_tokens = self._chunk(request, request.num_uncomputed_tokens)
-            if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
-                continue  # no budget left for it, or a request before it took its blocks
+        ready, ready_prompts = list(filter(self._can_compute, decodes)), list(filter(self._can_compute, prompts))
+        if len(ready) + len(ready_prompts) < len(self.running):
+            plan.held |= {r.request_id: _IN_FLIGHT for r in self.running if not self._can_compute(r)}
+        plan.held |= {request.request_id: _NEXT_PLAN for request in ready[most_decodes:]}
+        for request in [*ready[:most_decodes], *ready_prompts]:
+            num_uncomputed = request.num_uncomputed_tokens
+            num_tokens = self._chunk(request, num_uncomputed)
+            if request.status is not RequestStatus.RUNNING:
+                continue  # a request before it took its blocks
+            if num_tokens == 0:
+                needed = 1 if self._chunks else num_uncomputed
+                plan.held[request.request_id] = Wait(WaitReason.TOKEN_BUDGET, needed, self._budget)
+                continue
             new_blocks = self._make_room(request, request.num_computed_tokens + num_tokens, chosen)
             if new_blocks is not None:
                 chosen[request] = num_tokens, new_blocks
                 self._budget -= num_tokens
+            elif request.status is RequestStatus.RUNNING:
+                missing = self.kv.num_missing_blocks(request, request.num_computed_tokens + num_tokens, [])
+                free = self.kv.pool.num_free_blocks
+                plan.held[request.request_id] = Wait(WaitReason.NO_FREE_BLOCKS, missing, free)
         for request, (num_tokens, new_blocks) in chosen.items():
             self._launch(plan, request, num_tokens, new_blocks)
 

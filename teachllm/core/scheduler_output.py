@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from teachllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from teachllm.core.request import Wait
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,12 +76,14 @@ class SchedulerOutput:
         dropped: request ids whose rows the worker must close, if open, before it opens new ones (finished, aborted,
             or preempted since the plan before). After a failed step an id may be named again.
         preempted: the dropped ones that were preempted.
+        held: running requests that got nothing, and why; for the trace, not for workers.
     """
 
     step: int
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    held: dict[str, Wait] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from teachllm.core.block_pool import BlockEvent
 from teachllm.core.in_flight import RequestUpdate
-from teachllm.core.request import FinishReason, Request
+from teachllm.core.request import FinishReason, Request, Wait
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
 from teachllm.sampling_params import SamplingParams
@@ -106,6 +106,7 @@ class Recorder:
             preempted=plan.preempted,
             finished={name: reason.value for name, u in sampled.items() if (reason := u.request.finish_reason)},
             waiting=waiting_of(scheduler),
+            held={name: _told(wait) for name, wait in plan.held.items() if name not in plan.preempted} or None,
             blocks={"used": kv.num_used_blocks, "cached": cached, "free": kv.pool.num_free_blocks - cached},
             **more,
         )
@@ -150,4 +151,8 @@ def block_event(event: BlockEvent, key: bytes | None = None) -> list[str | int]:
 
 def waiting_of(scheduler: Scheduler) -> dict[str, list[str]]:
     """{request id: [reason, the same in words]}, in the queue's order."""
-    return {r.request_id: [r.wait.reason.name.lower(), str(r.wait)] for r in scheduler.waiting if r.wait}
+    return {r.request_id: _told(r.wait) for r in scheduler.waiting if r.wait}
+
+
+def _told(wait: Wait) -> list[str]:
+    return [wait.reason.name.lower(), str(wait)]

@@ -91,6 +91,10 @@ def test_a_row_is_a_copy_of_what_the_worker_needs() -> None:
     [
         (Wait(WaitReason.BEHIND_HEAD), "behind the head of the queue"),
         (Wait(WaitReason.TOKEN_BUDGET, 40, 3), "needs 40 tokens of the step's budget, 3 left"),
+        (Wait(WaitReason.TOKEN_BUDGET, 1, 0), "needs 1 token of the step's budget, 0 left"),
+        (Wait(WaitReason.NO_FREE_BLOCKS, 1, 0), "needs 1 block, 0 free"),
+        (Wait(WaitReason.IN_FLIGHT), "its last token is still being computed"),
+        (Wait(WaitReason.NEXT_PLAN), "its turn is in one of the pipeline's next plans"),
         (Wait(WaitReason.SEQUENCE_LIMIT, 9, 8), "would be running request 9, the limit is 8"),
         (Wait(WaitReason.NO_FREE_BLOCKS, 5, 2), "needs 5 blocks, 2 free"),
         (Wait(WaitReason.STATIC_BATCH, 4), "the batch of 4 must drain first"),
@@ -102,4 +106,4 @@ def test_every_wait_reason_is_a_sentence_with_its_numbers(wait: Wait, sentence: 
 
 
 def test_no_wait_reason_is_without_its_sentence_here() -> None:
-    assert len(WaitReason) == 6
+    assert len(WaitReason) == 8

@@ -259,7 +259,7 @@ def test_a_request_waits_for_the_budget() -> None:
     add(scheduler, "c", 4)
     schedule(scheduler)
     assert waits(scheduler) == {
-        "b": "needs 1 tokens of the step's budget, 0 left",
+        "b": "needs 1 token of the step's budget, 0 left",
         "c": "behind the head of the queue",
     }
 

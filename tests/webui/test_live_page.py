@@ -69,11 +69,8 @@ def tab(first_tab: Watched, live: tuple[LiveSession, str]) -> Iterator[Any]:
     first_tab.page.mouse.move(0, 0)
     first_tab.page.keyboard.press("Escape")
     first_tab.page.evaluate("document.activeElement.blur()")  # what the test before has clicked takes keys for itself
-    for name in ("block_size", "max_num_seqs"):  # the form keeps what was typed
-        first_tab.page.eval_on_selector_all(
-            f"[data-form=fork] [name={name}]", "found => found.map(one => one.value = '')"
-        )
     first_tab.page.wait_for_selector(f"[data-generation='{live[0].generation}']")
+    live[0]._tabs.clear()  # those of tests before, which are closed
     yield first_tab.page
     assert first_tab.complaints == []
 
@@ -190,6 +187,14 @@ def test_a_fork_with_another_block_size_stands_beside_the_original_and_both_go_o
     assert left == right and all(left)
     waste = page.locator("[data-figure=waste][data-differs]")
     waste.wait_for()
+    shown = "[...document.querySelectorAll('[data-figure=steps] dd')].map((dd) => dd.textContent)"
+    assert page.evaluate(shown) == [f"{steps_of(original)} (0 to {steps_of(original) - 1})"] * 2
+    page.locator("[data-action=scrub]").first.fill("4")
+    assert page.evaluate(shown) == ["5 (0 to 4)"] * 2
+    page.click("[data-open=fork]")
+    assert page.input_value("[data-form=fork] [name=block_size]") == ""
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Escape")
     page.click("[data-action=drop]")
     page.wait_for_selector("[data-sides='1']")
     session.set_speed(10)
@@ -208,6 +213,53 @@ def test_a_fork_is_made_where_its_form_says_though_the_engine_goes_on(session: L
     page.wait_for_selector("[data-side='1']")
     assert page.locator("[data-side='1'] h2").first.inner_text() == "fork at step 0: requests at once 2"
     assert page.evaluate("Math.max(...livePage.views[1].views.at(-1).series.hitRate, 0)") <= 100
+
+
+def test_keys_in_an_open_menu_step_no_engine(session: LiveSession, tab: Any) -> None:
+    page = tab
+    page.click("[data-open=preset]")
+    focused = "document.activeElement.dataset.preset"
+    first = page.evaluate(focused)
+    for key in ("ArrowRight", "ArrowLeft", "End", "ArrowDown"):
+        page.keyboard.press(key)
+    assert page.evaluate(focused) not in (first, None)
+    page.keyboard.press("ArrowUp")
+    assert page.evaluate(focused) == first
+    page.keyboard.press("Escape")
+    in_engine(session.runs[0])
+    assert steps_of(session.runs[0]) == 0
+
+
+def test_what_another_tab_watches_is_replaced_only_if_that_is_wanted(
+    session: LiveSession, tab: Any, browser: Any, live: tuple[LiveSession, str]
+) -> None:
+    other, generation = watched(browser, live[1]), session.generation
+    wait_for(lambda: session.would_disturb("of no tab"))
+    for choice in ("false", "true"):
+        tab.click("[data-open=preset]")
+        tab.click("[data-preset=prefix]")
+        tab.click(f"[data-question] [data-choice={choice}]")
+        if choice == "false":
+            assert session.generation == generation
+    tab.wait_for_function("livePage.now.preset === 'prefix'")
+    session.pause()
+    other.close()
+
+
+def test_a_reload_of_a_run_that_has_ended_shows_where_most_was_in_use(
+    session: LiveSession, browser: Any, live: tuple[LiveSession, str]
+) -> None:
+    session.set_speed(None)
+    session.play()
+    wait_for(lambda: session.status.is_done or session.news(Seen())["now"]["is_done"])
+    session.set_speed(10)
+    other = watched(browser, live[1])
+    other.page.wait_for_function("livePage.views[0].timeline.last > 5 && livePage.views[0].k >= 0")
+    assert other.page.locator("[data-status][role=status]").inner_text() == "all done"
+    assert other.page.locator("[data-block][data-state=used]").count() > 0
+    response = other.page.request.get(live[1], headers={"accept-encoding": "gzip"})
+    assert response.headers["content-encoding"] == "gzip"
+    other.close()
 
 
 def test_a_submitted_prompt_shows_its_tokens_and_typing_it_presses_no_key_of_the_view(

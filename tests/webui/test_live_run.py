@@ -30,6 +30,16 @@ def test_a_run_begins_paused_and_takes_exactly_the_steps_that_it_is_told_to(make
     assert settled(run) == 7
 
 
+def test_a_step_at_the_end_changes_nothing_and_a_later_prompt_begins_at_once(make: Make) -> None:
+    run = make(ask(max_tokens=3))
+    finish(run)
+    before = num_steps(run)
+    run.step()
+    assert run.is_playing and settled(run) == before
+    run.submit(ask("What is a GPU?", max_tokens=3, name="later"))
+    wait_for(lambda: num_steps(run) > before and run.is_done)
+
+
 def settled(run: LiveRun) -> int:
     """Return the number of steps after the engine's thread has twice found nothing else to do."""
     for _ in range(2):

@@ -204,6 +204,29 @@ def test_a_recorded_trace_can_be_forked_and_goes_on(session: LiveSession, make: 
 # -- replacing
 
 
+def test_a_tab_that_would_replace_what_another_one_watches_is_asked(session: LiveSession) -> None:
+    from teachllm_webui.page import server_functions
+
+    news, drive = server_functions(session)
+    session.start(CONFIG, [ask(max_tokens=8)], play=False)
+    wait_for(lambda: session.sides)
+    nothing = {"generation": -1, "cursors": [], "status": -1}
+    order = {"action": "preset", "value": "paged", "tab": "one"}
+    for tab in ("one", "two"):
+        news(nothing | {"tab": tab})
+    running = session.runs[0]
+    assert "Another tab" in drive(order)["question"] and not session.status.loading
+    assert drive({"action": "speed", "value": 20, "tab": "one"}) == {}
+    assert drive(order | {"sure": True}) == {}
+    wait_for(lambda: session.status.preset == "paged")
+    wait_for(lambda: running.has_ended)
+    session.set_speed(None)
+    session.play()
+    wait_for(lambda: session.status.is_done or not session._has_news(Seen()))
+    wait_for(lambda: all(run.is_done for run in session.runs))
+    assert drive(order | {"value": "prefix"}) == {}  # it has ended: nothing is lost
+
+
 def test_of_many_quick_orders_the_newest_is_shown_and_the_others_leave_nothing_behind(session: LiveSession) -> None:
     threads = threading.active_count()
     several = [each for each in PRESETS if THOROUGH or each.name in ("paged", "batching", "preemption")]

@@ -72,6 +72,11 @@ class LiveRun:
     def is_playing(self) -> bool:
         return not self._llm.is_paused and not self._has_ended
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the engine is gone."""
+        return self._has_ended
+
     def play(self) -> None:
         self._llm.resume()
         self._tell()
@@ -81,7 +86,9 @@ class LiveRun:
         self._tell()
 
     def step(self, count: int = 1) -> None:
-        """Pauses, and takes so many steps if there is work."""
+        """Pauses, and takes so many steps. Without anything to do nothing changes: a later prompt begins at once."""
+        if self.is_done:
+            return
         if self.is_playing:  # pausing again would forget steps that are still to be taken
             self.pause()
         self._llm.step(count)

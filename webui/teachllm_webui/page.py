@@ -31,6 +31,8 @@ LIVE_VIEW = Path(__file__).parent / "live_view"
 LIVE_SCRIPTS = ("forms.js", "compare.js", "live.js")
 # Orders about what a tab shows, which something else may have replaced by now.
 ABOUT_SHOWN = ("abort", "fork", "drop")
+REPLACING = ("preset", "home", "what_if")
+_QUESTION = "Another tab watches this run, which has not ended. Replace it for both?"
 Answer = dict[str, Any]
 _log = logging.getLogger(__name__)
 
@@ -55,10 +57,14 @@ def server_functions(session: LiveSession) -> list[Callable[..., Any]]:
 
     def news(seen: Mapping[str, Any]) -> Answer:
         wait_s = POLL_S if seen.get("wait") else 0.0
-        return session.news(Seen(seen["generation"], seen["cursors"], seen["status"]), wait_s)
+        tab = str(seen.get("tab", ""))
+        return session.news(Seen(seen["generation"], seen["cursors"], seen["status"], tab), wait_s)
 
     def drive(given: Mapping[str, Any]) -> Answer:
         try:
+            is_sure = given.get("sure") is True or given.get("action") not in REPLACING
+            if not is_sure and session.would_disturb(str(given.get("tab", ""))):
+                return {"question": _QUESTION}
             _drive(session, given)
         except (ValueError, RuntimeError) as error:
             return {"error": str(error)}
@@ -137,6 +143,7 @@ def launch(session: LiveSession, host: str = "127.0.0.1", port: int | None = Non
     if host not in EVERYWHERE:  # Gradio looks whether it is up, which no proxy can tell
         os.environ["NO_PROXY"] = ",".join(filter(None, (os.environ.get("NO_PROXY"), host, "localhost")))
     from starlette.middleware import Middleware
+    from starlette.middleware.gzip import GZipMiddleware
 
     blocks = build(session)
     token = None if host in LOOPBACK else secrets.token_urlsafe()
@@ -152,7 +159,7 @@ def launch(session: LiveSession, host: str = "127.0.0.1", port: int | None = Non
         max_threads=MAX_TABS,
         footer_links=[],
         head=f'<link rel="icon" href="data:,"><style>{style}</style>',
-        app_kwargs={"middleware": [Middleware(Guard, host=host, token=token)]},
+        app_kwargs={"middleware": [Middleware(Guard, host=host, token=token), Middleware(GZipMiddleware)]},
     )
 
     def close() -> None:

@@ -27,6 +27,7 @@ from teachllm_webui.what_if import WhatIf, run_what_if
 
 MAX_LINES = 1500  # in one answer, so that the first picture of a long trace comes soon
 SPEEDS = (0.1, 1000.0)  # steps per second
+_TAB_S = 8.0  # a tab that has not asked for news for so long is closed
 
 _Made = tuple[list[Timeline], Status]
 
@@ -51,6 +52,7 @@ class LiveSession:
         self._status_version = 0
         self._shown: Status | None = None
         self._is_closed = False
+        self._tabs: dict[str, float] = {}  # when each asked for news
         self._loader = Loader[_Made](self._arrive, self._fail)
 
     # -- what is shown -------------------------------------------------------------------------------------
@@ -234,12 +236,21 @@ class LiveSession:
     def news(self, seen: Seen, wait_s: float = 0.0) -> dict[str, Any]:
         """All that a tab has not seen; waits so long if there is nothing."""
         with self.changed:
+            self._tabs[seen.tab] = time.monotonic()
             self.changed.wait_for(lambda: self._has_news(seen), wait_s)
             is_new = seen.generation != self.generation or len(seen.cursors) != len(self.sides)
             cursors = [0] * len(self.sides) if is_new else seen.cursors
             lines = [side.log.upto(at + MAX_LINES, at) for side, at in zip(self.sides, cursors, strict=True)]
             answer = {"generation": self.generation, "status": self._status_version, "lines": lines}
             return answer | {"now": asdict(self.status)}
+
+    def would_disturb(self, tab: str) -> bool:
+        """Return whether another tab than this one watches a run that has not ended."""
+        with self.changed:
+            now = time.monotonic()
+            self._tabs = {name: asked for name, asked in self._tabs.items() if now - asked < _TAB_S}
+            self._refresh()
+            return self.status.is_live and not self.status.is_done and bool(self._tabs.keys() - {tab, ""})
 
     def _has_news(self, seen: Seen) -> bool:
         self._refresh()

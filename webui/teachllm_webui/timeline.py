@@ -62,11 +62,16 @@ def drop(sides: Sequence[Timeline], kept: Sequence[Timeline]) -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """Describe what a tab has: of which generation, how many lines of each trace, and which status."""
+    """Describe what a tab has: of which generation, how many lines of each trace, and which status.
+
+    Attributes:
+        tab: its name; "" has none.
+    """
 
     generation: int = -1
     cursors: Sequence[int] = ()
     status: int = -1
+    tab: str = ""
 
 
 @dataclass
@@ -87,6 +92,7 @@ class Status:
         notice: what should be known of that trace.
         axis: of the batch timelines at first: "steps" or "ms".
         since: the step after which two sides differ.
+        has_ended: an engine is gone.
     """
 
     title: str = ""
@@ -107,6 +113,7 @@ class Status:
     sides_done: list[bool] = field(default_factory=list)
     axis: str = "steps"
     since: int = -1
+    has_ended: bool = False
 
     def refresh(self, sides: Sequence[Timeline], speed: float | None) -> None:
         """Takes over what the engines and servers say; an engine's error is told once."""
@@ -114,6 +121,7 @@ class Status:
         servers = [side.source for side in sides if isinstance(side.source, AttachedServer)]
         self.playing, self.is_live = any(run.is_playing and not run.is_done for run in runs), bool(runs)
         self.sides_done = [side.run is None or side.run.is_done for side in sides]
+        self.has_ended = any(run.has_ended for run in runs)
         self.is_done = bool(runs) and all(self.sides_done)
         self.connection, self.notice = (servers[0].connection, servers[0].notice) if servers else ("", None)
         self.titles, self.speed = [side.title for side in sides], speed

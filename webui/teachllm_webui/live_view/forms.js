@@ -41,11 +41,13 @@
         event.preventDefault();
         this._send(send);
       };
-      this.panel = h("form", { class: "tl-popover", "data-form": name, "aria-label": title, onsubmit, hidden: true });
+      this.panel = h("form", { class: "tl-popover", "data-form": name, "data-keeps-keys": "", "aria-label": title, onsubmit, hidden: true });
       this.panel.append(this.note, this.body, this.error);
       if (submit) this.panel.append(this.submit);
       this.panel.addEventListener("keydown", (event) => {
         if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.panel.requestSubmit();
+        const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+        if (by && event.target.tagName === "BUTTON") this._move(event, by);
       });
       this.isEnabled = true;
       this.root = h("div", { class: "tl-drop" }, this.button, this.panel);
@@ -67,6 +69,13 @@
       const excess = Math.max(0, box.right - document.documentElement.clientWidth + 8);
       patch(this.panel, { "--shift": `${Math.round(-excess)}px` });
       this.panel.querySelector("textarea, input, select, button")?.focus();
+    }
+
+    // From one button of a list to the next.
+    _move(event, by) {
+      const buttons = [...this.panel.querySelectorAll("button")];
+      event.preventDefault();
+      buttons[buttons.indexOf(event.target) + by]?.focus({ focusVisible: true });
     }
 
     // A user who goes back by keyboard sees where the focus is.

@@ -12,6 +12,7 @@
   class LivePage {
     constructor(element, server, told) {
       Object.assign(this, { server, told, generation: -1, status: -1, now: {}, views: [], cursors: [] });
+      this.tab = Math.random().toString(36).slice(2);
       this.root = h("div", { class: "teachllm tl-live", "data-live": "" });
       this.bar = h("div", { class: "tl-top" });
       this.sentence = h("p", { class: "tl-look", hidden: true });
@@ -19,7 +20,8 @@
       this.sides = h("div", { class: "tl-sides" });
       this.nothing = h("p", { class: "tl-nothing", "data-nothing": "" });
       this.compare = new Comparison();
-      this.root.append(this.bar, this.problem, this.sentence, this.compare.root, this.nothing, this.sides);
+      this.question = h("div", { class: "tl-banner", role: "alertdialog", "data-question": "", hidden: true });
+      this.root.append(this.bar, this.problem, this.question, this.sentence, this.compare.root, this.nothing, this.sides);
       element.append(this.root);
       this._fillBar();
       const sized = new ResizeObserver(() => this._measure());
@@ -127,6 +129,7 @@
 
     _describeFork() {
       const step = (this._forkAt = this._forkStep);
+      this.fork.panel.reset(); // what an earlier fork was told
       const config = this.views[0]?.timeline.header?.config ?? {};
       const blocks = this.views[0]?.timeline.header?.num_blocks;
       const known = { ...config, num_gpu_blocks_override: blocks };
@@ -153,9 +156,26 @@
 
     // What is wrong, in words, if anything is.
     async _ask(action, more = {}) {
-      const order = { action, generation: this.generation, ...more };
+      const order = { action, generation: this.generation, tab: this.tab, ...more };
       const answer = await Promise.resolve(this.server.drive(order)).catch(() => null);
+      if (answer?.question) return (await this._confirm(answer.question)) ? this._ask(action, { ...more, sure: true }) : "";
       return answer ? answer.error : "teachllm does not answer";
+    }
+
+    // Whether the user wants what is asked.
+    _confirm(question) {
+      return new Promise((resolve) => {
+        const choose = (text, choice) => {
+          const onclick = () => {
+            patch(this.question, { hidden: true });
+            resolve(choice);
+          };
+          return h("button", { text, "data-choice": String(choice), onclick });
+        };
+        this.question.replaceChildren(h("span", { text: question }), choose("replace it", true), choose("keep it", false));
+        patch(this.question, { hidden: false });
+        this.question.querySelector("button").focus();
+      });
     }
 
     async _drive(action, more) {
@@ -166,7 +186,7 @@
     async _poll() {
       for (;;) {
         const { generation, status, cursors } = this;
-        const asked = { generation, status, cursors, wait: !document.hidden };
+        const asked = { generation, status, cursors, tab: this.tab, wait: !document.hidden };
         const answer = await Promise.resolve(this.server.news(asked)).catch(() => null);
         if (answer) this._take(answer);
         else this._lose();
@@ -189,6 +209,8 @@
         this.cursors[i] += news.length;
         this.views[i].push(news);
       });
+      const [first, second] = this.views;
+      if (second && first.atBest && second.atBest && first.timeline.last >= 0) first.show(first.k);
       if (status !== this.status) this._show(status, now);
     }
 
@@ -204,9 +226,14 @@
         this.sides.append(box);
         const live = now.is_live ? this._controls(i, now) : null;
         const follows = now.follows && i === 0;
-        return teachllm.mount(box, { live, grows: true, follows, axis: now.axis });
+        return teachllm.mount(box, { live, grows: true, follows, axis: now.axis, opensOnBest: Boolean(now.sides_done[i] && live) });
       });
       if (count > 1) this.views.forEach((view) => this._link(view));
+      const scale = new teachllm.PoolScale();
+      for (const view of this.views) {
+        scale.add(view.pool);
+        view.peers = this.views.filter((other) => other !== view);
+      }
       this.compare.watch(count > 1 ? this.views : [], now.since);
       this._measure();
     }
@@ -215,6 +242,7 @@
       const drive = (action, value) => this._ask(action, { side, value }).then((error) => error && this._say(error));
       return {
         playing: now.playing,
+        done: now.sides_done[side],
         play: () => drive("play"),
         pause: () => drive("pause"),
         step: () => drive("step"),
@@ -245,7 +273,10 @@
       Object.assign(this, { status, now });
       const hasSteps = this.views.some((view) => view.timeline.last >= 0);
       const done = hasSteps ? "all done" : "nothing to do: send a prompt";
-      const idle = now.is_done ? done : now.is_live && !now.playing ? "paused" : now.connection;
+      const numLive = this.views[0]?.timeline.numLive ?? 0;
+      const paused = numLive ? `paused, ${numLive} under way: play or step` : "paused";
+      const ended = now.has_ended ? "the engine has ended" : done;
+      const idle = now.is_done ? ended : now.is_live && !now.playing ? paused : now.connection;
       const begin = now.error ? "" : "Choose a preset, or ask what if.";
       patch(this.nothing, { text: now.loading ? `${now.loading} …` : begin, hidden: this.views.length > 0 });
       patch(this.state, { text: now.loading ? `${now.loading} …` : idle, "data-loading": now.loading ? "" : null });

@@ -86,6 +86,7 @@
         ["draft", "draft"],
         ["preempt", "preempted"],
         ["wait", "waiting"],
+        ["held", "got nothing"],
       ]);
       this.root = this.context.panel("batch", "Batch timeline", legend, axis, zooms);
       this.plot = h("canvas", { "aria-hidden": "true" });
@@ -123,7 +124,11 @@
       const { timeline } = this.context;
       const [first, last] = this.between(this._scroll.left, this._scroll.left + this.width - GUTTER);
       const end = last >= timeline.last ? Infinity : last; // who has just arrived has no cell yet
-      this.rows = [...timeline.rows.values()].filter((row) => row.first <= end && row.last >= first);
+      this.window = [first, end];
+      const { peers } = this.context; // they show the same requests
+      this.rows = [...timeline.rows.values()].filter(
+        (row) => this.covers(row.id) || peers.some((peer) => peer.batch.covers(row.id)),
+      );
       this.rowHeight = Math.max(13, Math.min(Math.floor((this.height - HEADER) / Math.max(this.rows.length, 1)), 20));
       this._content[1] = HEADER + this.rows.length * this.rowHeight;
       patch(this.spacer, { "--height": `${this._content[1]}px` });
@@ -131,6 +136,16 @@
       const top = this.rows.findIndex((row) => state.live.has(row.id));
       if (top >= 0 && this.rows[top] !== this._top) this._scrollTo(null, top * this.rowHeight);
       this._top = this.rows[top];
+    }
+
+    // Whether a request is alive in the window.
+    covers(id) {
+      const row = this.context.timeline.rows.get(id);
+      return Boolean(this.window && row && row.first <= this.window[1] && row.last >= this.window[0]);
+    }
+
+    print() {
+      this.painter.paint();
     }
 
     _scrollTo(left, top) {
@@ -205,6 +220,7 @@
     }
 
     _hover(event) {
+      if (this.context.isStill(event)) return;
       const { row, k } = this._hit(event);
       const at = { left: event.clientX - 6, right: event.clientX + 6, top: event.clientY, bottom: event.clientY + 10 };
       const cell = row && k !== undefined ? row.at(k) : undefined;

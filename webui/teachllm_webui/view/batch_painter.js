@@ -1,5 +1,6 @@
 // Paints the visible window of the batch timeline. A cell tells its kind by form, not by colour alone:
-// prefill is solid, decode a tint, drafts have a hatched rest, waiting is a thin line, a preemption a crossed box.
+// prefill is solid, decode a tint, drafts have a hatched rest, waiting is a thin line, running without getting anything
+// a dot, a preemption a crossed box.
 "use strict";
 (() => {
   const teachllm = (globalThis.teachllm ??= {});
@@ -185,7 +186,8 @@
       const { colors } = batch.context;
       plot.globalAlpha = faded;
       plot.fillStyle = colors.wait;
-      plot.fillRect(x, Math.round(y + h / 2), Math.max(w * 0.55, 1), 1.5);
+      if (cell.kind === "running") plot.fillRect(x + w / 2 - 1, Math.round(y + h / 2) - 1, 2, 2); // a dot: it runs
+      else plot.fillRect(x, Math.round(y + h / 2), Math.max(w * 0.55, 1), 1.5);
       if (k > k0 && row.at(k - 1)?.reason === cell.reason) return;
       let room = w;
       for (let next = k + 1; next <= end && row.at(next)?.reason === cell.reason && room < 60; next++) {
@@ -260,7 +262,7 @@
     const { label } = timeline.palette.of(row.id);
     const title = `${label} · ${row.id} in step ${timeline.steps[k].step}`;
     const data = { "data-card": "cell", "data-card-id": row.id, "data-card-step": String(k) };
-    if (!cell.scheduled) return { title, data, facts: [["status", cell.kind], ["waits", cell.words]] };
+    if (!cell.scheduled) return { title, data, facts: [["status", cell.kind], [cell.kind === "running" ? "got nothing" : "waits", cell.words]] };
     const { start, num_tokens: n, num_draft: planned, num_accepted: accepted, text } = cell.scheduled;
     const { num_proposed: drafts = planned, next_draft: next } = cell.scheduled;
     const computes = `${format.count(n, "token")}: ${start}${n > 1 ? ` to ${start + n - 1}` : ""}`;

@@ -77,13 +77,24 @@
       facts.push(["hash", format.hash(block.block_hash)]);
       if (block.parent_hash) facts.push(["parent", `${format.hash(block.parent_hash)}${parent}`]);
     } else facts.push(["hash", "none: not findable"]);
-    facts.push(["last use", block.last_step < 0 ? "never" : `step ${block.last_step}`]);
+    if (block.writer !== null && !users.includes(block.writer)) facts.push(["written by", name(block.writer)]);
+    const lastUse = Math.max(block.last_step, ...users.map((user) => lastStepOf(user, timeline, k)));
+    facts.push(["last use", lastUse < 0 ? "never" : `step ${lastUse}`]);
     const history = (timeline.history[id] ?? []).filter(([at]) => at <= k).slice(-5);
     const told = history.map(([at, kind, user]) => {
       return `${Math.max(at, 0)} ${format.event[kind]}${user ? " " + timeline.palette.of(user).label : ""}`;
     });
     if (told.length) facts.push(["history", told.join(" · ")]);
     return { title: `Block ${id}`, facts, data: { "data-card": "block", "data-card-id": String(id) } };
+  }
+
+  // The number of the last step up to k that computed tokens of a request, for which it read all of its blocks.
+  function lastStepOf(id, timeline, k) {
+    const row = timeline.rows.get(id);
+    for (let at = Math.min(k, timeline.last); at >= row.first; at--) {
+      if (row.at(at)?.scheduled) return timeline.steps[at].step;
+    }
+    return -1;
   }
 
   function filled(id, users, state) {

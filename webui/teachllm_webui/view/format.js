@@ -23,7 +23,7 @@
 
   const format = {
     plain,
-    seconds: (x) => scaled(x, "s", SMALL),
+    seconds: (x) => (x === 0 ? "0 s" : scaled(x, "s", SMALL)),
     bytes: (x) => scaled(x, "B", LARGE),
     flops: (x) => scaled(x, "FLOP", LARGE),
     percent: (x) => `${Math.round(100 * x)} %`,
@@ -39,6 +39,8 @@
       no_free_blocks: "blocks",
       static_batch: "batch",
       preempted: "preempted",
+      in_flight: "in flight",
+      next_plan: "next plan",
     },
     event: { allocate: "allocated", hit: "hit", commit: "committed", evict: "evicted", free: "freed" },
   };

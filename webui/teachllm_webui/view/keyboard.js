@@ -17,6 +17,7 @@
     const view = views[0];
     const target = event.composedPath()[0];
     if (!view || event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || isTyping(target)) return;
+    if (target.closest?.("[data-keeps-keys]")) return; // an open form or menu
     const { transport } = view;
     const run = {
       " ": () => transport.toggle(),
@@ -29,6 +30,7 @@
     // A button reached by the keyboard keeps its own space.
     if (!run || (event.key === " " && byKeyboard && target.matches?.("button, [role=button]"))) return;
     event.preventDefault();
+    view.rest();
     run();
   }
 

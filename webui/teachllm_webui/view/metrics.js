@@ -34,6 +34,10 @@
 
     light() {}
 
+    print() {
+      this._plot();
+    }
+
     destroy() {
       clearTimeout(this._timer);
     }

@@ -5,7 +5,9 @@
   const teachllm = (globalThis.teachllm ??= {});
   const { h, patch, format } = teachllm;
   const MAX_CELLS = 4096; // of a larger pool the first blocks are shown: they are handed out first
+  const FEW_CELLS = 512; // of a larger pool those are left out that were never used
   const GAP = 2;
+  const [SMALLEST, LARGEST] = [13, 72]; // sides of a cell in pixels
 
   class Pool {
     constructor(context) {
@@ -26,12 +28,15 @@
       this.root.append(this.body, h("footer", {}, this.next, legend));
       this.cells = [];
       this._size = 0;
+      this.scale = new teachllm.PoolScale();
+      this.scale.add(this);
       new ResizeObserver(() => this._fit()).observe(this.body);
       this._listen();
     }
 
     draw({ state, events, timeline }) {
-      this._build(state.blocks.length);
+      this._build(numShown(state.blocks.length, timeline.history.length), state.blocks.length);
+      this.slotsPerBlock = state.block_size;
       if (this._colors !== this.context.colors.key) this._forget();
       const happened = new Map(events.map(([kind, block]) => [block, kind]));
       const level = levels(state);
@@ -95,18 +100,19 @@
       const first = [];
       for (const id of state.free) if (first.push(id) === 8) break;
       const more = state.free.size > first.length ? " …" : "";
-      const { length } = state.blocks;
-      const hidden = length > MAX_CELLS ? ` · the first ${MAX_CELLS} of ${length} are shown` : "";
+      const numHidden = state.blocks.length - this.cells.length;
+      const hidden = numHidden ? ` · ${format.count(numHidden, "further block")} not shown` : "";
       patch(this.next, {
-        text: (first.length ? `next: ${first.join(" ")}${more}` : "no block is free") + hidden,
+        text: (first.length ? `next free: ${first.join(" ")}${more}` : "no block is free") + hidden,
         "data-free-list": first.join(" "),
       });
     }
 
-    _build(numBlocks) {
-      if (this.numBlocks === numBlocks) return;
+    // It only grows: a trace that grows uses further blocks.
+    _build(numShown, numBlocks) {
+      if (this.numBlocks === numBlocks && this.cells.length >= numShown) return;
       this.numBlocks = numBlocks;
-      this.cells = Array.from({ length: Math.min(numBlocks, MAX_CELLS) }, (_, id) =>
+      this.cells = Array.from({ length: numShown }, (_, id) =>
         h("button", { class: "tl-block", "data-block": String(id), tabindex: "-1" }),
       );
       this.cells.forEach((cell, id) => (cell._id = id));
@@ -115,23 +121,38 @@
       this._fit();
     }
 
-    // The largest square cells with which all blocks are seen at once.
-    _fit() {
+    // The side of the largest square cells with which all blocks are seen at once; null before there are any.
+    largestSize(limit) {
       const { clientWidth: width, clientHeight: height } = this.body;
       const n = this.cells.length;
-      if (!n || !width) return;
-      let size = 13;
-      for (let s = 72; s > size; s -= 0.25) {
-        const columns = Math.floor((width + GAP) / (s + GAP));
-        if (columns && Math.ceil(n / columns) * (s + GAP) - GAP <= height) size = s;
-      }
-      const columns = Math.floor((width + GAP) / (size + GAP));
+      if (!n || !width) return null;
+      const fits = (size) => {
+        const columns = Math.floor((width + GAP) / (size + GAP));
+        return columns && Math.ceil(n / columns) * (size + GAP) - GAP <= height;
+      };
+      let size = limit;
+      while (size > SMALLEST && !fits(size)) size -= 0.25;
+      return Math.max(size, SMALLEST);
+    }
+
+    // Another pool of the same scale has changed.
+    refit() {
+      this._fit();
+    }
+
+    _fit() {
+      const size = this.scale.sizeOf(this);
+      if (size === null) return;
+      const { clientWidth: width } = this.body;
+      const n = this.cells.length;
+      const columns = Math.max(Math.floor((width + GAP) / (size + GAP)), 1);
       if (size === this._size && columns === this._columns && n === this._n) return;
       Object.assign(this, { _size: size, _columns: columns, _n: n });
       patch(this.grid, { "--cell": `${size}px`, "--columns": columns });
       this.painter.resize({ n, size, gap: GAP, columns });
       this._forget();
       this.context.redraw(this);
+      this.scale.changed(this);
     }
 
     _forget() {
@@ -143,7 +164,7 @@
       const blockOf = (event) => event.target.closest?.("[data-block]");
       this.grid.addEventListener("pointerover", (event) => {
         const cell = blockOf(event);
-        if (cell) this.context.hoverBlock(Number(cell.dataset.block), cell);
+        if (cell && !this.context.isStill(event)) this.context.hoverBlock(Number(cell.dataset.block), cell);
       });
       this.grid.addEventListener("pointerleave", () => this.context.leave());
       this.grid.addEventListener("focusin", ({ target }) => {
@@ -185,6 +206,41 @@
     }
   }
 
+  // How much memory an area stands for: the same in all pools that are compared, so that equal bytes have equal areas.
+  class PoolScale {
+    constructor() {
+      this.pools = [];
+    }
+
+    add(pool) {
+      this.pools.push(pool);
+      pool.scale = this;
+    }
+
+    // The side of a pool's cells in pixels: as large as all pools can have it.
+    sizeOf(pool) {
+      const isGrown = pool.root.classList.contains("tl-grown");
+      if (this.pools.length < 2 || isGrown) return pool.largestSize(isGrown ? 400 : LARGEST);
+      const smallest = Math.min(...this.pools.map((each) => each.slotsPerBlock ?? Infinity));
+      const perSlot = this.pools.map((each) => {
+        const side = each.largestSize(LARGEST * Math.sqrt((each.slotsPerBlock ?? smallest) / smallest));
+        return side === null ? Infinity : side / Math.sqrt(each.slotsPerBlock ?? smallest);
+      });
+      const least = Math.min(...perSlot);
+      return Number.isFinite(least) ? least * Math.sqrt(pool.slotsPerBlock ?? smallest) : null;
+    }
+
+    changed(pool) {
+      for (const other of this.pools) if (other !== pool) other.refit();
+    }
+  }
+
+  // Of a large pool those blocks are left out that were never used, all but the next ones.
+  function numShown(numBlocks, numUsed) {
+    const few = numBlocks > FEW_CELLS ? Math.max(64, 32 * Math.ceil((1.1 * numUsed) / 32)) : numBlocks;
+    return Math.min(numBlocks, few, MAX_CELLS);
+  }
+
   // A free block's content may still be found, or not.
   function idle(block) {
     return block.block_hash === null ? "free" : "cached";
@@ -203,5 +259,5 @@
     return filled;
   }
 
-  Object.assign(teachllm, { Pool });
+  Object.assign(teachllm, { Pool, PoolScale });
 })();

@@ -132,7 +132,7 @@
     _write(x, y, id, { state, owners, level, label }, colors) {
       const { paper, size } = this;
       const large = size >= 40;
-      const ink = state === "cached" ? colors.muted : owners.length === 1 && level > 0.55 ? owners[0].ink : colors.ink;
+      const ink = owners.length === 1 && level > 0.55 ? owners[0].ink : colors.ink;
       paper.textAlign = "center";
       if (label) {
         paper.font = `${state === "cached" ? 400 : 650} ${large ? 13 : Math.min(11, size * 0.56)}px ${FONT}`;

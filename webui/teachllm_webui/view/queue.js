@@ -27,6 +27,7 @@
           patch(row, { "data-reason": reason, "data-status": request.status });
           const { priority } = request.arrival;
           patch(row._words, { text: words + (priority ? ` (priority ${priority})` : "") });
+          if (row._abort) patch(row._abort, { hidden: !this.context.canAbort(request.arrival.request_id) });
           patch(row._tag, { hidden: request.status !== "preempted" || reason === "preempted" });
         },
       });
@@ -43,7 +44,7 @@
       row.append(this.context.chip(id), h("span", { class: "tl-id", text: id }), tag, words);
       const abort = this.context.abortButton(id);
       if (abort) row.append(abort);
-      return Object.assign(row, { _words: words, _tag: tag });
+      return Object.assign(row, { _words: words, _tag: tag, _abort: abort });
     }
   }
 

@@ -103,9 +103,12 @@
       const bars = [];
       if (ceilings && work.floor) {
         ceilings = { ...ceilings, ...work.raised };
-        bars.push(["bytes", format.bytes(work.num_bytes), work.num_bytes / ceilings.read_bandwidth]);
-        bars.push(["FLOPs", format.flops(work.num_flops), work.num_flops / ceilings.gemm_flops]);
-        const share = work.floor / work.seconds;
+        // A step cannot be faster than its ceilings: one that seems to be shows that they are higher.
+        const seconds = [work.num_bytes / ceilings.read_bandwidth, work.num_flops / ceilings.gemm_flops];
+        const [bytes, flops] = seconds.map((each) => Math.min(each, work.seconds));
+        bars.push(["bytes", format.bytes(work.num_bytes), bytes]);
+        bars.push(["FLOPs", format.flops(work.num_flops), flops]);
+        const share = Math.min(work.floor / work.seconds, 1);
         bars.push(["took", share < 0.01 ? "floor below 1 %" : `floor ${format.percent(share)}`, work.seconds]);
       }
       const longest = Math.max(...bars.map(([, , seconds]) => seconds));

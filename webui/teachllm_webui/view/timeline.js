@@ -60,6 +60,23 @@
       return this.steps.length - 1;
     }
 
+    // The last of the steps at which most blocks are in use.
+    get best() {
+      let best = Math.min(this.last, 0);
+      this.steps.forEach(({ blocks }, k) => (best = blocks.used >= this.steps[best].blocks.used ? k : best));
+      return best;
+    }
+
+    // Requests under way at the newest step.
+    get numLive() {
+      return this._head?.live.size ?? 0;
+    }
+
+    // Whether a request is one of them.
+    isLive(id) {
+      return Boolean(this._head?.live.has(id));
+    }
+
     // Appends lines, objects or JSON texts. After a line that makes no sense the rest is left out.
     push(lines) {
       for (const given of lines) {
@@ -196,6 +213,9 @@
       for (const [id, [reason, words]] of Object.entries(line.waiting)) {
         const kind = preempted.has(id) ? "preempted" : "waiting";
         this.rows.get(id).put(k, { kind, reason, words });
+      }
+      for (const [id, [reason, words]] of Object.entries(line.held ?? {})) {
+        this.rows.get(id)?.put(k, { kind: "running", reason, words });
       }
       for (const scheduled of line.scheduled) {
         const id = scheduled.request_id;

@@ -101,6 +101,7 @@
 
     _update(row, request, blockSize) {
       const { status, num_output_tokens: numOutput, num_computed_tokens: computed, table } = request;
+      if (row._abort) patch(row._abort, { hidden: !this.context.canAbort(request.arrival.request_id) });
       const key = `${status} ${numOutput} ${computed} ${table.length}`;
       if (row._key === key) return;
       row._key = key;
@@ -109,7 +110,6 @@
       const facts = `${tokens} · ${format.ended[request.finish_reason] ?? status}`;
       patch(row, { "data-status": status });
       patch(row._head, { text: facts });
-      if (row._abort) patch(row._abort, { hidden: !request.isLive });
       list(row._text, teachllm.pieces(request, blockSize), {
         key: (piece) => piece.from,
         create: () => h("span"),

@@ -70,8 +70,8 @@
     }
 
     toggle() {
-      const { live, follows, k, timeline } = this.context;
-      if (live) return this.context.drive(this.isPlaying ? "pause" : "play");
+      const { follows, k, timeline } = this.context;
+      if (this._drives) return this.context.drive(this.isPlaying ? "pause" : "play");
       const plays = !this.isPlaying;
       if (plays && k >= timeline.last) {
         if (follows) return this.context.follow();
@@ -86,8 +86,8 @@
 
     // Live and at the newest step, one step on is a step of the engine.
     by(n) {
-      const { live, k, timeline } = this.context;
-      if (n > 0 && live && k >= timeline.last) return this.context.drive("step");
+      const { k, timeline } = this.context;
+      if (n > 0 && this._drives && k >= timeline.last) return this.context.drive("step");
       this.goTo(k + n);
     }
 
@@ -106,15 +106,22 @@
       if (this.context.live) this.context.drive("setSpeed", speed);
     }
 
+    // The buttons drive an engine. Of a run that has ended, and of a recorded one, they play it again.
+    get _drives() {
+      const { live } = this.context;
+      return Boolean(live) && !live.done;
+    }
+
     // With a live engine another page may have set it: steps per second, null as fast as it goes.
     showSpeed(speed) {
+      this.speed = speed;
       const value = speed === null ? "max" : String(speed);
       if (this.speeds.value !== value) this.speeds.value = value;
     }
 
     get isPlaying() {
       const { live, follows, following } = this.context;
-      return live ? Boolean(live.playing) : this.playing || (follows && following);
+      return this._drives ? Boolean(live.playing) : this.playing || (follows && following);
     }
 
     // Ends with this playing, also if the next one begins before the next frame.
@@ -123,7 +130,7 @@
       let owed = 0;
       const tick = (now) => {
         if (!this.playing || this._playings !== playing) return;
-        owed += ((now - then) / 1000) * this.speed;
+        owed += ((now - then) / 1000) * (this.speed ?? SPEEDS.at(-1));
         then = now;
         const steps = Math.min(Math.floor(owed), 60);
         owed -= Math.floor(owed);

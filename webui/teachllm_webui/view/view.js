@@ -6,6 +6,7 @@
 //   live     functions play(), pause(), step(), abort(id), setSpeed(x) that drive an engine (each may be async), and
 //            the flags `playing` and `done`; the view then follows the newest step until the user scrubs back
 //   grows    lines may still come, so that the newest step can be followed without an engine, too
+//   opensOnBest  the step is shown at which most blocks are in use, until the user goes elsewhere
 //   title    of the trace; with one, the model and the settings are told, too
 //   axis     of the batch timeline: "steps" or "ms"
 //   follows  it is followed from the beginning, and again when the user has come back to it
@@ -15,10 +16,15 @@
   const { h, patch } = teachllm;
   const SETTLE_MS = 150; // what has been left out is drawn when the step has not changed for so long
   const FAST_MS = 50; // steps that come closer to each other are too fast to be read
+  const SCROLL_MS = 400; // so long after the page has scrolled, the wheel goes on scrolling it
+
+  let pointer = null; // where it was last: [x, y]
+  document.addEventListener("pointermove", (event) => (pointer = [event.clientX, event.clientY]), { capture: true, passive: true });
 
   class View {
-    constructor(element, { lines = [], live = null, grows = false, follows = false, axis = "steps", title = null } = {}) {
-      Object.assign(this, { element, live, grows, follows, k: -1, following: Boolean(live) || follows });
+    constructor(element, { lines = [], live = null, grows = false, follows = false, axis = "steps", title = null, opensOnBest = false } = {}) {
+      Object.assign(this, { element, live, grows, follows, k: -1, following: (Boolean(live) || follows) && !opensOnBest });
+      Object.assign(this, { atBest: opensOnBest, peers: [], _stillAt: pointer });
       Object.assign(this, { pinned: null, hovered: null, pinnedBlock: null, hoveredBlock: null });
       this.timeline = new teachllm.Timeline();
       this.timeline.palette = new teachllm.Palette();
@@ -44,7 +50,11 @@
       this.card = new teachllm.Card(this.root, () => this.unpin());
       this._gone = new AbortController();
       const scrolled = { capture: true, passive: true, signal: this._gone.signal };
-      document.addEventListener("scroll", () => this.card.follow(), scrolled);
+      document.addEventListener("scroll", (event) => this._scrolled(event), scrolled);
+      this.root.addEventListener("wheel", (event) => this._wheel(event), { passive: false, signal: this._gone.signal });
+      addEventListener("beforeprint", () => this._drawForPrint(), { signal: this._gone.signal });
+      this.told = h("p", { class: "tl-sr", role: "status", "aria-live": "polite", "data-told": "" });
+      this.root.append(this.told);
       this._releaseKeys = teachllm.takeKeys(this);
       this.push(lines);
     }
@@ -61,6 +71,7 @@
       if (this.timeline.told.length && !this.ranks) this._addRanks();
       if (first && this.timeline.header) this.about?.draw(this.timeline.header);
       if (this.following) this.k = this.timeline.last;
+      else if (this.atBest) this.k = this.timeline.best;
       else if (first && this.timeline.last >= 0) this.k = 0;
       this._draw();
     }
@@ -74,6 +85,7 @@
     // Goes to the newest step, and with a live engine stays there.
     follow() {
       this.following = Boolean(this.live) || this.grows;
+      this.atBest = false;
       this.transport.stop();
       this.show(this.timeline.last);
     }
@@ -91,8 +103,10 @@
 
     // Changes flags of the live controls: setLive({ playing: true }).
     setLive(flags) {
+      const goesOn = this.live.done && flags.done === false;
       Object.assign(this.live, flags);
-      this._draw();
+      if (goesOn) this.follow(); // of a run that had ended
+      else this._draw();
     }
 
     get state() {
@@ -106,6 +120,7 @@
       const frame = { ...this._frame(), whole: true };
       for (const view of this._late.add(this.tokens)) view.draw(frame);
       for (const part of [this.transport, this.batch]) part.settle(frame);
+      if (!this.transport.isPlaying) patch(this.told, { text: spoken(frame) });
       this._late = null;
       this._light();
     }
@@ -128,6 +143,7 @@
     }
 
     goTo(k) {
+      this.atBest = false;
       this.following = Boolean(this.follows || (this.live && !this.live.done)) && k >= this.timeline.last;
       this.show(k);
     }
@@ -141,11 +157,30 @@
 
     panel(name, title, ...head) {
       const root = h("section", { class: `tl-panel tl-view-${name}`, "data-view": name, "aria-label": title });
-      const onclick = () => root.classList.toggle("tl-grown");
-      const grow = h("button", { class: "tl-grow", title: "enlarge (escape: back)", onclick }, teachllm.icon("grow"));
-      patch(grow, { "aria-label": `enlarge ${title}`, "data-action": "grow" });
+      const onclick = () => this._grow(root, !root.classList.contains("tl-grown"));
+      const grow = h("button", { class: "tl-grow", "data-action": "grow", onclick }, teachllm.icon("grow"));
+      Object.assign(root, { _grower: grow, _title: title });
+      this._label(root, false);
       root.append(h("header", { class: "tl-head" }, h("h2", { text: title }), ...head, grow));
       return root;
+    }
+
+    // Over the whole window, or back in its place.
+    _grow(root, isGrown) {
+      root.classList.toggle("tl-grown", isGrown);
+      this._label(root, isGrown);
+      // In the top layer it is laid out in the window, and not in the view, which contains its layout.
+      if (isGrown) patch(root, { popover: "manual" }).showPopover();
+      else {
+        root.hidePopover();
+        patch(root, { popover: null });
+      }
+    }
+
+    _label(root, isGrown) {
+      teachllm.setIcon(root._grower.firstChild, isGrown ? "close" : "grow");
+      const title = isGrown ? "back to the page (escape)" : "enlarge";
+      patch(root._grower, { title, "aria-label": `${title}: ${root._title}`, "aria-expanded": String(isGrown) });
     }
 
     chip(id) {
@@ -163,12 +198,29 @@
       return patch(button, { "data-action": "abort", "data-abort": id, "aria-label": `abort ${id}` });
     }
 
+    canAbort(id) {
+      return !this.live?.done && this.timeline.isLive(id);
+    }
+
+    // The pointer has not moved since something else than it brought what lies under it there: a key, a new trace.
+    isStill(event) {
+      if (this._stillAt && event.clientX === this._stillAt[0] && event.clientY === this._stillAt[1]) return true;
+      this._stillAt = null;
+      return false;
+    }
+
+    // The pointer rests: what it lies over is not asked about.
+    rest() {
+      this._stillAt = pointer;
+      this.leave();
+    }
+
     // Makes whatever carries `data-request` in a container answer to the pointer and to the keyboard.
     linkRequests(container) {
       const of = (event) => event.target.closest?.("[data-request]");
       container.addEventListener("pointerover", (event) => {
         const node = of(event);
-        if (event.target.closest("[data-block-ref]")) return;
+        if (event.target.closest("[data-block-ref]") || this.isStill(event)) return;
         if (!node) return this.leave();
         this.hoverRequest(node.dataset.request, nearPointer(event));
       });
@@ -187,7 +239,7 @@
       const of = (event) => event.target.closest?.("[data-block-ref]");
       container.addEventListener("pointerover", (event) => {
         const node = of(event);
-        if (node) this.hoverBlock(Number(node.dataset.blockRef), nearPointer(event));
+        if (node && !this.isStill(event)) this.hoverBlock(Number(node.dataset.blockRef), nearPointer(event));
       });
       container.addEventListener("click", (event) => {
         const node = of(event);
@@ -236,7 +288,8 @@
     }
 
     unpin() {
-      this.root.querySelector(".tl-grown")?.classList.remove("tl-grown");
+      const grown = this.root.querySelector(".tl-grown");
+      if (grown) this._grow(grown, false);
       this.pinned = this.pinnedBlock = this.hovered = this.hoveredBlock = null;
       this._light();
       this._drawCard();
@@ -258,6 +311,26 @@
       this.grid.prepend(this.ranks.root);
       this._observer.observe(this.ranks.root);
       patch(this.root, { "data-ranks": String(this.timeline.told[0].line.ranks.length) });
+    }
+
+    // While the page scrolls, no panel that comes under the pointer takes the wheel.
+    _wheel(event) {
+      const isPanel = event.target.closest?.(".tl-scroll, .tl-scroller") && !event.target.closest(".tl-grown");
+      if (!isPanel || event.ctrlKey || performance.now() - (this._scrolledAt ?? -Infinity) > SCROLL_MS) return;
+      event.preventDefault();
+      document.scrollingElement.scrollBy(event.deltaX, event.deltaY);
+    }
+
+    _scrolled(event) {
+      if (event.target === document) this._scrolledAt = performance.now();
+      this.card.follow();
+    }
+
+    _drawForPrint() {
+      if (!this.timeline.header) return;
+      this._late = new Set(this.views);
+      this.settle();
+      for (const view of this.views) view.print?.();
     }
 
     // -- drawing
@@ -333,6 +406,19 @@
         }
       }
     }
+  }
+
+  // A step in a sentence, for those who listen to the page.
+  function spoken({ line, state, aborted }) {
+    if (!line) return "before the first step";
+    const { format } = teachllm;
+    const tokens = line.scheduled.reduce((sum, each) => sum + each.num_tokens, 0);
+    const waiting = Object.keys(line.waiting).length;
+    const used = `${line.blocks.used} of ${format.count(state.blocks.length, "block")} in use`;
+    const ends = [...line.preempted.map((id) => `${id} preempted`)];
+    for (const [id, reason] of [...Object.entries(line.finished), ...aborted]) ends.push(`${id} ${format.ended[reason]}`);
+    const computed = `${format.count(tokens, "token")} of ${format.count(line.scheduled.length, "request")} computed`;
+    return [`Step ${line.step}: ${computed}`, `${waiting} waiting`, used, ...ends].join(", ") + ".";
   }
 
   function nearPointer(event) {
