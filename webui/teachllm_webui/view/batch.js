@@ -86,7 +86,7 @@
         ["draft", "draft"],
         ["preempt", "preempted"],
         ["wait", "waiting"],
-        ["held", "got nothing"],
+        ["held", "held"],
       ]);
       this.root = this.context.panel("batch", "Batch timeline", legend, axis, zooms);
       this.plot = h("canvas", { "aria-hidden": "true" });

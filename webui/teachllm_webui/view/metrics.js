@@ -25,10 +25,11 @@
       new ResizeObserver(() => this._refresh()).observe(this.body);
     }
 
-    draw({ timeline, k }) {
+    // Out of sight it is drawn when the step has not changed for a moment.
+    draw({ timeline, k, whole = false }) {
       this.k = k;
       this.series.extend(timeline);
-      if (this.series.length !== this._drawn || this.context.colors.key !== this._colors) this._refresh();
+      if (this.series.length !== this._drawn || this.context.colors.key !== this._colors) this._refresh(whole);
       this._moveCursor();
     }
 
@@ -42,8 +43,8 @@
       clearTimeout(this._timer);
     }
 
-    _refresh() {
-      if (this._timer || !this.context.isVisible(this)) return;
+    _refresh(whole = false) {
+      if (this._timer || !(whole || this.context.isVisible(this))) return;
       const wait = Math.max(0, (this._drawnAt ?? -Infinity) + REDRAW_MS - performance.now());
       this._timer = setTimeout(() => {
         this._timer = 0;

@@ -49,6 +49,7 @@
       if (look.state === "free") this._box(x, y, colors.back, colors.line);
       else if (look.state === "cached") this._ghost(x, y, look.ghost, alpha);
       else this._filled(x, y, look, alpha);
+      paper.globalAlpha = alpha;
       this._mark(x, y, look.event, colors);
       this._write(x, y, id, look, colors);
     }
