@@ -162,8 +162,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # a request before it took its blocks
             if num_tokens == 0:
-                needed = 1 if self._chunks else num_uncomputed
-                plan.held[request.request_id] = Wait(WaitReason.TOKEN_BUDGET, needed, self._budget)
+                plan.held[request.request_id] = self._out_of_budget(num_uncomputed)
                 continue
             new_blocks = self._make_room(request, request.num_computed_tokens + num_tokens, chosen)
             if new_blocks is not None:
@@ -208,7 +207,7 @@ class Scheduler:
         num_uncomputed = len(request.token_ids) - num_hit_tokens
         num_tokens = self._chunk(request, num_uncomputed)
         if num_tokens == 0:
-            return Wait(WaitReason.TOKEN_BUDGET, 1 if self._chunks else num_uncomputed, self._budget)
+            return self._out_of_budget(num_uncomputed)
         # What is free while a running request is short of blocks is kept for it.
         available = 0 if self._short_of_blocks else self.kv.pool.num_free_blocks
         missing = self.kv.num_missing_blocks(request, num_hit_tokens + num_tokens, hits)
@@ -231,6 +230,10 @@ class Scheduler:
             return num_uncomputed if num_uncomputed <= self._budget else 0
         most = min(num_uncomputed, self._budget, self.config.long_prefill_token_threshold or num_uncomputed)
         return self.policy.chunk(request, most) if most > 1 else most
+
+    def _out_of_budget(self, num_uncomputed: int) -> Wait:
+        """Return why a request gets no chunk: the tokens that it needs at least, and what is left."""
+        return Wait(WaitReason.TOKEN_BUDGET, 1 if self._chunks else num_uncomputed, self._budget)
 
     def _can_compute(self, request: Request) -> bool:
         if request.num_in_flight_tokens == 0:

@@ -49,8 +49,8 @@ class Recorder:
     Args:
         sink: takes one line, without its newline.
         clock: seconds since any fixed moment.
-        text: gives the text of each of some token ids, a prompt's or those that a request has just got; None leaves
-            ids and text out of the trace.
+        text: returns the text of each token id, of a prompt or of a request's newest tokens; None leaves ids and text
+            out of the trace.
     """
 
     def __init__(

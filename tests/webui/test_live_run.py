@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from teachllm.engine.async_llm import AsyncLLM
+from teachllm.engine.engine_core import EngineCore
 from teachllm.sampling_params import SamplingParams
 from teachllm_webui.live import LiveRun
 from teachllm_webui.plan import PlannedRequest, fork_plan
@@ -38,6 +39,15 @@ def test_a_step_at_the_end_changes_nothing_and_a_later_prompt_begins_at_once(mak
     assert run.is_playing and settled(run) == before
     run.submit(ask("What is a GPU?", max_tokens=3, name="later"))
     wait_for(lambda: num_steps(run) > before and run.is_done)
+
+
+def test_an_engine_alone_waits_for_no_step_before_the_next_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline's plans would never overlap."""
+    waits: list[int] = []
+    monkeypatch.setattr(EngineCore, "wait_for_pending", lambda self: waits.append(1))
+    run = make(ask(max_tokens=40))
+    finish(run)
+    assert num_steps(run) >= 40 and len(waits) < 10
 
 
 def settled(run: LiveRun) -> int:

@@ -70,7 +70,7 @@ def test_equal_memory_has_equal_areas_in_pools_that_are_compared(page: Any) -> N
             window.view = teachllm.mount(document.getElementById("view"), { lines: [sides[0]] });
             window.other = teachllm.mount(document.getElementById("b"), { lines: [sides[1]] });
             for (const each of [view, other]) scale.add(each.pool);
-            for (const each of [view, other]) each.redraw(each.pool), each.pool.refit();
+            for (const each of [view, other]) each.redraw(each.pool), each.pool.fit();
             return [view, other].map(({ pool }) => pool.cells.length * pool._size ** 2);
         }""",
         [header(3, 128), header(24, 16)],
@@ -85,6 +85,9 @@ def test_an_enlarged_panel_is_filled_and_closed_by_the_mouse(page: Any) -> None:
     panel = page.locator("[data-view=pool]")
     box, cells = panel.bounding_box(), page.evaluate("view.pool.cells.length * view.pool._size ** 2")
     assert box["width"] > 1200 and cells > 0.5 * box["width"] * box["height"]
+    page.locator("[data-block='0']").hover()
+    page.wait_for_selector("[data-card=block]:visible")
+    assert page.evaluate("view.card.root.closest('.tl-grown') !== null")
     page.click("[data-view=pool] [data-action=grow]")
     page.wait_for_function(f"view.pool._size === {before}")
     assert "tl-grown" not in (panel.get_attribute("class") or "")

@@ -38,6 +38,7 @@ class LiveRun:
         log: its trace.
         next_step: the number of the step that comes next.
         is_done: nothing is left to do, and no request is to come.
+        has_ended: the engine is gone.
         error: what went wrong last, in words; None if nothing has. Whoever has told it may set it to None.
 
     Raises:
@@ -53,7 +54,7 @@ class LiveRun:
         self.next_step = plan.first_step
         self.is_done = False
         self.error: str | None = None
-        self._has_ended = False
+        self.has_ended = False
         named = [replace(request, name=request.name or str(i)) for i, request in enumerate(plan.requests)]
         self._planned = deque(sorted(named, key=lambda request: request.at_step))
         self._names = {*plan.under_way, *(request.name for request in named)}
@@ -70,12 +71,7 @@ class LiveRun:
 
     @property
     def is_playing(self) -> bool:
-        return not self._llm.is_paused and not self._has_ended
-
-    @property
-    def has_ended(self) -> bool:
-        """Return whether the engine is gone."""
-        return self._has_ended
+        return not self._llm.is_paused and not self.has_ended
 
     def play(self) -> None:
         self._llm.resume()
@@ -124,7 +120,7 @@ class LiveRun:
 
     def so_far(self) -> tuple[list[str], list[PlannedRequest]]:
         """The trace and who is still to come, of one moment between two steps."""
-        if self._has_ended:
+        if self.has_ended:
             return self.log.upto(), []
         return self.inspect(lambda engine: (self.log.upto(), list(self._planned)))
 
@@ -198,7 +194,7 @@ class LiveRun:
     def _end(self, error: Exception | None) -> None:
         if error is not None:
             self.error = f"the engine has ended: {error!r}"
-        self._has_ended = self.is_done = True
+        self.has_ended = self.is_done = True
         self._tell()
 
     def _tell(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any
 
@@ -22,7 +21,10 @@ class TakingTurns(AsyncLLM):
         super().__init__(engine, **settings)
 
     def _step(self) -> None:
-        with contextlib.ExitStack() as stack:
+        if not self._turn.acquire(blocking=False):
             with self._resting():
-                stack.enter_context(self._turn)
+                self._turn.acquire()
+        try:
             super()._step()
+        finally:
+            self._turn.release()

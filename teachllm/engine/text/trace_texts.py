@@ -32,7 +32,7 @@ class TraceTexts:
         """Return the text of each token.
 
         Args:
-            request: it has just got these ids, as its last ones; None: they are a whole prompt.
+            request: these ids are its newest; None: they are a whole prompt.
         """
         found: list[str] = []
         begun = None if request is None else self._begun.pop(request, None)
@@ -54,7 +54,7 @@ class TraceTexts:
 
 
 def _before(token_ids: Sequence[int], place: int, request: Request | None) -> list[int]:
-    """Return the ids before one of those that a request has just got, or of a prompt."""
+    """Return the ids that precede `token_ids[place]` in the request, or in the prompt."""
     known = token_ids if request is None else request.token_ids
     end = len(known) - len(token_ids) + place
     return list(known[max(end - _NUM_BEFORE, 0) : end])

@@ -143,15 +143,18 @@ class Generation:
                 if output is None or not output.finished:
                     with contextlib.suppress(Exception):  # of a dead engine
                         await self._engine.abort(name)
-                if self._is_refused:
-                    pass  # it counts as that, and as nothing else
-                elif output is None:
-                    self._service.metrics.on_silent_end(job.params.n, self._has_failed)
-                else:
-                    self._service.metrics.on_end(output, self._has_failed)
+                self._count_end(job, output)
                 await turns.pass_on()
         finally:
             self._service.release(self)
+
+    def _count_end(self, job: Job, output: RequestOutput | None) -> None:
+        if self._is_refused:  # it counts as that, and as nothing else
+            return
+        if output is None:
+            self._service.metrics.on_silent_end(job.params.n, self._has_failed)
+        else:
+            self._service.metrics.on_end(output, self._has_failed)
 
     async def _submit(self, numbers: range) -> None:
         """Hands some jobs to the engine, in one turn of its thread. If one is refused, the others may have begun."""

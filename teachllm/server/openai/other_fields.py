@@ -27,6 +27,7 @@ COMING = {
     **dict.fromkeys(("regex", "ebnf"), "structured output"),
     **dict.fromkeys(("lora_request", "lora", "adapter"), "LoRA"),
 }
+_ASK_CHAT = "send messages to /v1/chat/completions"
 # {field: (values that ask for what is done anyway, what to do instead)}
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), "describe them in tools"),
@@ -55,15 +56,15 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncation_side": (("left",), "truncate_prompt_tokens keeps a prompt's last tokens"),
     # Those of the other endpoint: what is one's own is not looked up here.
     "top_logprobs": ((0,), "use logprobs"),
-    "tools": (([],), "send messages to /v1/chat/completions"),
-    "tool_choice": (("none", "auto"), "send messages to /v1/chat/completions"),
-    "messages": ((), "send them to /v1/chat/completions"),
-    "documents": (([],), "send messages to /v1/chat/completions"),
-    "chat_template": ((), "send messages to /v1/chat/completions"),
-    "chat_template_kwargs": (({},), "send messages to /v1/chat/completions"),
-    "reasoning_effort": ((), "send messages to /v1/chat/completions"),
-    "add_generation_prompt": ((), "send messages to /v1/chat/completions"),
-    "continue_final_message": ((False,), "send messages to /v1/chat/completions"),
+    "tools": (([],), _ASK_CHAT),
+    "tool_choice": (("none", "auto"), _ASK_CHAT),
+    "messages": ((), _ASK_CHAT),
+    "documents": (([],), _ASK_CHAT),
+    "chat_template": ((), _ASK_CHAT),
+    "chat_template_kwargs": (({},), _ASK_CHAT),
+    "reasoning_effort": ((), _ASK_CHAT),
+    "add_generation_prompt": ((), _ASK_CHAT),
+    "continue_final_message": ((False,), _ASK_CHAT),
     "prompt": ((), "send it to /v1/completions"),
     "suffix": (("",), "send a prompt to /v1/completions"),
 }

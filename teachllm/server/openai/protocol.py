@@ -38,7 +38,7 @@ def _all_whole(value: object) -> object:
     return [_whole(each) for each in value] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
-def _few(value: object) -> object:
+def _check_size(value: object) -> object:
     """Refuse a mapping by its length before each item of it is looked at: every wrong one makes an error of its own."""
     if isinstance(value, dict) and len(value) > _MAX_BIASES:
         raise ValueError(f"a mapping of {len(value)} entries has more than the {_MAX_BIASES} that it may have")
@@ -60,7 +60,7 @@ _TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 LogitBias = Annotated[
     dict[_TokenIdText, _Bias],
-    BeforeValidator(_few),
+    BeforeValidator(_check_size),
     WithJsonSchema(
         {
             "type": "object",

@@ -1,4 +1,4 @@
-"""The clock of an engine stands still while the engine rests, whoever holds it back and however often."""
+"""An engine's clock stands still while the engine rests."""
 
 from __future__ import annotations
 

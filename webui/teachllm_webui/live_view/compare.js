@@ -6,7 +6,7 @@
 
   const least = (text, side) => (side.isLeast ? `≥ ${text}` : text);
   const ROWS = [
-    ["steps", "steps", (side) => `${side.step + 1} (0 to ${side.step})`],
+    ["steps", "steps", (side) => `${side.steps} (0 to ${side.step})`],
     ["finished", "finished", (side) => `${side.finished} of ${side.requests}`],
     ["ttft", "mean TTFT", (side) => least(`${format.seconds(side.ttft)}, ${format.plain(side.ttftSteps)} steps`, side)],
     ["longest", "longest ITL", (side) => format.seconds(side.longest)],
@@ -35,7 +35,7 @@
         return this.figures[i].at(k);
       });
       const [left, right] = sides;
-      const rows = left && right ? ROWS.filter(([name]) => name === "steps" || left[name] !== null || right[name] !== null) : [];
+      const rows = left && right ? ROWS.filter(([name]) => left[name] !== null || right[name] !== null) : [];
       patch(this.root, { hidden: rows.length === 0 });
       list(this.root, rows, {
         key: ([name]) => name,

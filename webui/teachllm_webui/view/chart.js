@@ -11,7 +11,7 @@
   class Chart {
     // shape: "line", "steps" (as it is until the next point) or "points"
     constructor(name, title, unit, shape) {
-      Object.assign(this, { title, unit, shape, points: [], range: [0, 1] });
+      Object.assign(this, { title, unit, shape, points: [] });
       this.canvas = h("canvas", { "aria-hidden": "true" });
       this.cursor = h("div", { class: "tl-plot-cursor" });
       this.reading = h("span", { class: "tl-reading" });

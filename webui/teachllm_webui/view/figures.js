@@ -12,7 +12,6 @@
       this.since = since; // the number of a step line
       this._sums = []; // for each step
       this._arrived = new Map(); // id -> { time, step } of those without a token
-      this._last = new Map(); // id -> when its newest token was known
       this._from = -Infinity; // when it began to count
       this._counts = false;
       this._numLines = 0;
@@ -28,7 +27,7 @@
         if (line.event === "arrival") this._arrive(line);
         if (line.event === "fork") this._fork(line);
         if (line.event === "abort" || line.event === "stop") this._end(line.request_id);
-        if (line.event === "step") this._step(line, timeline.waste[this._sums.length]);
+        if (line.event === "step") this._step(line, timeline);
       }
     }
 
@@ -40,6 +39,7 @@
       const count = sum.firsts + waiting;
       return {
         ...rest,
+        steps: sum.step + 1,
         ttft: count ? (sum.ttft + waited) / count : null,
         ttftSteps: count ? (sum.ttftSteps + waitedSteps) / count : null,
         isLeast: waiting > 0,
@@ -49,7 +49,6 @@
 
     _arrive({ request_id: id, time }) {
       this._sum.requests += 1;
-      this._last.delete(id);
       this._leave(id);
       const arrived = { time, step: this._stepNumber ?? -1 };
       this._arrived.set(id, arrived);
@@ -82,26 +81,22 @@
       this._stepNumber = step;
       this._from = time;
       for (const { request_id: id, token_times: times } of requests) {
-        if (!times.length) continue;
-        this._leave(id);
-        this._last.set(id, times.at(-1));
+        if (times.length) this._leave(id);
       }
     }
 
     _end(id) {
       this._sum.finished += 1;
       this._leave(id);
-      this._last.delete(id);
     }
 
-    _step(line, waste) {
+    _step(line, timeline) {
       const sum = this._sum;
+      const [given, waste] = [timeline.given[this._sums.length], timeline.waste[this._sums.length]];
       if (line.step > this.since && !this._counts) this._begin();
       if (!this._counts) this._from = line.end;
       this._stepNumber = line.step;
-      for (const { request_id: id, num_sampled: n } of line.scheduled) {
-        if (n) this._give(id, line);
-      }
+      for (const { id, before } of given) this._give(id, before, line);
       for (const id of Object.keys(line.finished)) this._end(id);
       if (this._counts) {
         if (waste !== null) {
@@ -117,18 +112,17 @@
       this._sums.push({ ...sum, step: line.step, waiting, waited, waitedSteps });
     }
 
-    // A request gets tokens.
-    _give(id, line) {
+    // A request gets tokens; `before` is when it got its last one, null if these are its first.
+    _give(id, before, line) {
       const [sum, arrived] = [this._sum, this._arrived.get(id)];
       if (this._counts && arrived) {
         sum.firsts += 1;
         sum.ttft += line.end - arrived.time;
         sum.ttftSteps += line.step - arrived.step;
-      } else if (this._counts && this._last.has(id)) {
-        sum.longest = Math.max(sum.longest ?? 0, line.end - Math.max(this._last.get(id), this._from));
+      } else if (this._counts && before !== null) {
+        sum.longest = Math.max(sum.longest ?? 0, line.end - Math.max(before, this._from));
       }
       this._leave(id);
-      this._last.set(id, line.end);
     }
   }
 

@@ -8,14 +8,13 @@
   }
 
   function scaled(x, unit, steps) {
-    const [factor, prefix] = steps.find(([f]) => Math.abs(x) >= f) ?? steps.at(-1);
+    const [factor, prefix] = x === 0 ? [1, ""] : (steps.find(([f]) => Math.abs(x) >= f) ?? steps.at(-1));
     return `${significant(x / factor)} ${prefix}${unit}`;
   }
 
   // A number alone, its thousands set apart.
-  function plain(x, digits = 3) {
-    const value = Number(x.toPrecision(digits));
-    return Math.abs(value) >= 10000 ? value.toLocaleString("en-US") : String(value);
+  function plain(x) {
+    return Math.abs(x) >= 10000 ? Number(significant(x)).toLocaleString("en-US") : significant(x);
   }
 
   const LARGE = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]];
@@ -23,7 +22,7 @@
 
   const format = {
     plain,
-    seconds: (x) => (x === 0 ? "0 s" : scaled(x, "s", SMALL)),
+    seconds: (x) => scaled(x, "s", SMALL),
     bytes: (x) => scaled(x, "B", LARGE),
     flops: (x) => scaled(x, "FLOP", LARGE),
     percent: (x) => `${Math.round(100 * x)} %`,

@@ -30,7 +30,7 @@
       this._size = 0;
       this.scale = new teachllm.PoolScale();
       this.scale.add(this);
-      new ResizeObserver(() => this._fit()).observe(this.body);
+      new ResizeObserver(() => this.fit()).observe(this.body);
       this._listen();
     }
 
@@ -118,7 +118,7 @@
       this.cells.forEach((cell, id) => (cell._id = id));
       if (numBlocks) patch(this.cells[0], { tabindex: "0" });
       this.grid.replaceChildren(...this.cells);
-      this._fit();
+      this.fit();
     }
 
     // The side of the largest square cells with which all blocks are seen at once; null before there are any.
@@ -135,12 +135,8 @@
       return Math.max(size, SMALLEST);
     }
 
-    // Another pool of the same scale has changed.
-    refit() {
-      this._fit();
-    }
-
-    _fit() {
+    // Also after another pool of the same scale has changed.
+    fit() {
       const size = this.scale.sizeOf(this);
       if (size === null) return;
       const { clientWidth: width } = this.body;
@@ -231,7 +227,7 @@
     }
 
     changed(pool) {
-      for (const other of this.pools) if (other !== pool) other.refit();
+      for (const other of this.pools) if (other !== pool) other.fit();
     }
   }
 

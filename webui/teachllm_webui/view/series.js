@@ -18,7 +18,6 @@
       this.kv = [];
       this.hitRate = [];
       this.ttft = []; // [{ time, value, id }]
-      this._last = new Map(); // request id -> when its newest token was known
       this._seen = new Set(); // admitted before
       this._sampled = []; // of each step
       this._window = { first: 0, sum: 0 };
@@ -37,12 +36,11 @@
       return points.filter(({ value }) => value !== null);
     }
 
-    // Takes the steps that it has not seen. A fork's requests were admitted, and had tokens, before its first.
+    // Takes the steps that it has not seen. A fork's requests were admitted before its first.
     extend(timeline) {
       if (!this.length && timeline.steps.length) {
         for (const known of timeline.forked) {
           if (known.num_cached_tokens !== undefined) this._seen.add(timeline.rows.get(known.request_id).arrival);
-          if (known.token_times.length) this._last.set(known.request_id, known.token_times.at(-1));
         }
       }
       while (this.length < timeline.steps.length) this._step(this.length, timeline);
@@ -53,21 +51,17 @@
       const time = timeline.work[k];
       const gaps = [];
       let sampled = 0;
-      for (const scheduled of line.scheduled) {
-        const id = scheduled.request_id;
+      for (const { request_id: id, start } of line.scheduled) {
         const { arrival } = timeline.rows.get(id);
-        if (!this._seen.has(arrival)) {
-          this._seen.add(arrival);
-          this._last.delete(id);
-          this._cached += Math.min(scheduled.start, arrival.num_prompt_tokens);
-          this._prompt += arrival.num_prompt_tokens;
-        }
-        const n = scheduled.num_sampled ?? 0;
-        if (!n) continue;
+        if (this._seen.has(arrival)) continue;
+        this._seen.add(arrival);
+        this._cached += Math.min(start, arrival.num_prompt_tokens);
+        this._prompt += arrival.num_prompt_tokens;
+      }
+      for (const { id, n, before } of timeline.given[k]) {
         sampled += n;
-        if (this._last.has(id)) gaps.push((line.end - this._last.get(id)) / n);
-        else this.ttft.push({ time, value: 1000 * (line.end - arrival.time), id });
-        this._last.set(id, line.end);
+        if (before !== null) gaps.push((line.end - before) / n);
+        else this.ttft.push({ time, value: 1000 * (line.end - timeline.rows.get(id).arrival.time), id });
       }
       this.time.push(time);
       this.itl.push(gaps.length ? (1000 * gaps.reduce((a, b) => a + b, 0)) / gaps.length : null);

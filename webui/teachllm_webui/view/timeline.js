@@ -46,6 +46,7 @@
       this.told = []; // [{ k, line }]: lines that say what each rank did, and the newest step then
       this.forked = []; // of a fork: how far each request had come when it began
       this.work = []; // seconds of work up to the end of each step
+      this.given = []; // tokens of each step: [{ id, n, before }], with the time of the request's token before them or null
       this.waste = []; // after each step, the share of the slots in used blocks that are empty; null without any
       this._busyUntil = -Infinity; // the latest end of a step
       this._outside = new Map(); // k -> [[request id, reason]]: ended by an abort or a stop string
@@ -191,6 +192,14 @@
       Object.assign(this.rows.get(id), { last: Math.max(k, 0), ended: reason });
     }
 
+    // The state knows them already. A late result is of a request that had the id before.
+    _given({ scheduled, time }) {
+      const given = scheduled.filter(({ request_id: id, num_sampled: n }) => n && this.rows.get(id).arrival.time <= time);
+      return given.map(({ request_id: id, num_sampled: n }) => {
+        return { id, n, before: this._head.requests.get(id).token_times.at(-1 - n) ?? null };
+      });
+    }
+
     // Shared blocks are full, so only the last blocks of requests have empty slots.
     _wasted(numUsed) {
       const { live, requests, block_size: size } = this._head;
@@ -208,6 +217,7 @@
       const worked = Math.max(line.end - Math.max(line.time, this._busyUntil), 0);
       this.work.push((this.work.at(-1) ?? 0) + worked);
       this._busyUntil = Math.max(this._busyUntil, line.end);
+      this.given.push(this._given(line));
       this.waste.push(this._wasted(line.blocks.used));
       const preempted = new Set(line.preempted);
       for (const [id, [reason, words]] of Object.entries(line.waiting)) {

@@ -169,6 +169,7 @@
     _grow(root, isGrown) {
       root.classList.toggle("tl-grown", isGrown);
       this._label(root, isGrown);
+      (isGrown ? root : this.root).append(this.card.root); // over the panel
       // In the top layer it is laid out in the window, and not in the view, which contains its layout.
       if (isGrown) patch(root, { popover: "manual" }).showPopover();
       else {
