@@ -245,11 +245,15 @@ class StepTimes:
         return 1.0 + cost, num_tokens + cost * num_requests, levels, levels * num_requests
 
     def _shape(self, num_requests: float, levels: int, num_drafts: float) -> float:
-        """Return what the line says of a step, or what is known beforehand."""
-        if self._line is None:
-            return 1.0
-        fixed, _, round_of_all, round_of_each = self._line.weights
+        """Return what the line says of a step, or what is known beforehand.
+
+        After times that contradict each other the line may have a plain step take no time at all. It is of no use then:
+        all steps count as equally long until further ones have corrected it.
+        """
+        fixed, _, round_of_all, round_of_each = (0.0,) * 4 if self._line is None else self._line.weights
         plain = max(fixed, 0.0) + self.per_token * num_requests
+        if plain <= 0.0:
+            return 1.0
         if self._prior is not None:
             return plain * self._prior.ratio(round(num_requests), levels)
         a_round = max(self._draft_cost * plain + round_of_all + round_of_each * num_requests, 0.0)

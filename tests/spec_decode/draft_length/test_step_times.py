@@ -102,3 +102,15 @@ def test_the_step_in_which_a_drafter_begins_tells_what_catching_up_takes() -> No
         found.time(start, 7.0)
     assert found.per_token_behind == pytest.approx(0.002, rel=0.05)
     assert found.seconds(4, 1, 4) == 5.0
+
+
+def test_times_that_contradict_each_other_leave_every_step_some_time() -> None:
+    """As of a busy machine; with these the line had a plain step take less than none, and no proportion was left."""
+    found, random = times(draft_cost=0.0), Random(1831)
+    shortest = random.choice([-2, -3, -4])
+    for _ in range(60):
+        num_drafts, num_prompt_tokens = random.choice([0, 4]), random.choice([0, 0, 0, 29, 100])
+        asked, num_tokens = random.choice([0, 4]), 1 + num_drafts + num_prompt_tokens
+        step = Step(1, num_tokens, num_drafts, asked, asked, 0, not num_prompt_tokens)
+        found.time(step, 10 ** random.uniform(shortest, 0))
+        assert all(found.seconds(1, levels, levels) > 0 for levels in range(5))
