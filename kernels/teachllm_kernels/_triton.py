@@ -1,4 +1,4 @@
-"""Triton, if it is installed. A machine without it (a laptop's CPU) can still import every kernel's file.
+"""Triton, if it is installed. A machine without it, a Mac say, imports every kernel's file and interprets some of them.
 
 Programmatic dependent launch (PDL) lets a kernel start while the previous one drains: it loads its weights, which no
 kernel writes, and only then waits (`gdc_wait`) for what the previous kernel computed. A kernel launched this way must
@@ -21,7 +21,7 @@ import torch
 
 
 class _Absent:
-    """A stand-in for Triton or for a kernel. It raises when it is used, not when the kernel's file is imported."""
+    """A stand-in for Gluon or for its kernel. It raises when it is used, not when the kernel's file is imported."""
 
     def __init__(self, message: str) -> None:
         self._message = message
@@ -44,7 +44,8 @@ try:
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:
-    triton = tl = _Absent("this needs Triton, which is not installed: pip install 'teachllm[gpu]'")  # type: ignore[assignment]
+    from teachllm_kernels.torch_interpreter import tl, triton  # type: ignore[assignment]
+
     gdc_launch_dependents = gdc_wait = None
 
 try:
