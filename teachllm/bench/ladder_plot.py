@@ -1,5 +1,7 @@
 """The ladder as a picture: what each rung gains, and what the one before it wasted.
 
+Logarithmic axes have dots: they have no zero, so the length of a bar would mean nothing.
+
 python -m teachllm.bench.ladder_plot benchmarks/results/...-ladder-....json docs/ladder.svg
 """
 
@@ -49,11 +51,20 @@ def draw(rungs: Sequence[Mapping[str, Any]], title: str) -> Any:
     figure.patch.set_alpha(0)
     all_axes = figure.subplots(1, len(panels), sharey=True, width_ratios=(1.35, 1, 1, 1))
     for axes, (label, values, labels, is_log) in zip(all_axes, panels, strict=True):
-        bars = axes.barh(list(ran), values, color=[_BAR if is_lossless[name] else _PALE for name in ran])
-        axes.bar_label(bars, labels, padding=3, color=_INK, fontsize=8)
-        axes.set_xlabel(label, color=_INK, fontsize=9)
-        axes.set_xscale("log" if is_log else "linear")
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        colors = [_BAR if is_lossless[name] else _PALE for name in ran]
+        if is_log:
+            axes.set_xscale("log")
+            axes.scatter(values, list(ran), s=36, color=colors, zorder=3)
+            for name, value, text in zip(ran, values, labels, strict=True):
+                at = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
+                axes.annotate(text, (value, name), **at, color=_INK, fontsize=8)
+            axes.grid(axis="y", color=_INK, linewidth=0.4, alpha=0.35)
+            axes.xaxis.set_major_formatter(lambda value, _: short(value))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        else:
+            bars = axes.barh(list(ran), values, color=colors)
+            axes.bar_label(bars, labels, padding=3, color=_INK, fontsize=8)
+        axes.set_xlabel(label + (", log axis" if is_log else ""), color=_INK, fontsize=9)
         axes.margins(x=0.4 if labels is shares else 0.25)
         axes.patch.set_alpha(0)
         axes.tick_params(which="both", colors=_INK, labelsize=9)

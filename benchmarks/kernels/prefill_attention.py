@@ -1,6 +1,6 @@
 """Measure how fast prompts attend: this project's kernels, and cuDNN's where the prompt lies in one piece.
 
-    python3 benchmarks/prefill_attention.py [--output FILE]
+    python3 benchmarks/kernels/prefill_attention.py [--output FILE]
 
 Each figure is that of a CUDA graph that holds the kernel many times over: from a rest, and, after 0.2 seconds in which
 nothing else runs, the mean of another 0.2, when power bounds what a card can do. The fraction is of the ceiling for
@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "kernels")]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -119,4 +119,4 @@ def measure(ceilings: Ceilings) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    run_script("prefill_attention.py", __doc__, measure)
+    run_script("kernels/prefill_attention.py", __doc__, measure)

@@ -2,7 +2,7 @@
 
 The ceiling is the best that is known of such a card, or what is measured here, if that is higher.
 
-    python3 benchmarks/decode_attention.py [--output FILE]
+    python3 benchmarks/kernels/decode_attention.py [--output FILE]
 
 Each figure is the median of replays of a CUDA graph that holds the kernel many times over, each time with another
 layer's cache, as a model does: what one has left in the second-level cache, the next must not find (all layers' caches
@@ -21,8 +21,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "kernels")]
 
 import torch  # noqa: E402
 from h200 import provenance, script_parser  # noqa: E402
@@ -125,4 +125,4 @@ def run_script(name: str, description: str | None, measure: Callable[[Ceilings],
 
 
 if __name__ == "__main__":
-    run_script("decode_attention.py", __doc__, measure)
+    run_script("kernels/decode_attention.py", __doc__, measure)

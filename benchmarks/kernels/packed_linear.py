@@ -1,6 +1,6 @@
 """Measure how near products with 4-bit and 8-bit weights come to the read ceiling, beside those of bfloat16.
 
-    python3 benchmarks/packed_linear.py [--rows N ...] [--kinds KIND ...] [--try-tilings] [--output FILE]
+    python3 benchmarks/kernels/packed_linear.py [--rows N ...] [--kinds KIND ...] [--try-tilings] [--output FILE]
 
 The products of a layer of Qwen3-8B. Each figure is the median of replays of a CUDA graph that holds a product many
 times over, each time with another weight, as a model does: what one leaves in the second-level cache the next must not
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "kernels")]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -326,7 +326,7 @@ def main() -> None:
     ceilings = at_best(measure_ceilings("cuda", "bfloat16"))
     found = measure(ceilings, args)
     if args.output:
-        record = provenance("packed_linear.py", None, ceilings.device, args.commit)
+        record = provenance("kernels/packed_linear.py", None, ceilings.device, args.commit)
         args.output.write_text(json.dumps(record | {"ceilings": asdict(ceilings), "results": found}, indent=2) + "\n")
 
 

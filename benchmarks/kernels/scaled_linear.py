@@ -1,6 +1,6 @@
 """Find the fastest 8-bit GEMM for each number of rows, and compare it with the GPU's limits.
 
-    python3 benchmarks/scaled_linear.py [--rows N ...] [--kinds bf16 e4m3 int8 blocks] [--output FILE]
+    python3 benchmarks/kernels/scaled_linear.py [--rows N ...] [--kinds bf16 e4m3 int8 blocks] [--output FILE]
 
 It measures the products of a layer of Qwen3-8B, and the bfloat16 ones to compare with. Each figure is of a CUDA graph
 that repeats the product many times, each time with another weight, as in a model: once after a rest, and once after 0.2
@@ -23,8 +23,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "kernels")]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -305,7 +305,7 @@ def main() -> None:
     ceilings = at_best(measure_ceilings("cuda", "bfloat16"))
     found = measure(ceilings, args.rows, args.kinds)
     if args.output:
-        record = provenance("scaled_linear.py", None, ceilings.device, args.commit)
+        record = provenance("kernels/scaled_linear.py", None, ceilings.device, args.commit)
         args.output.write_text(json.dumps(record | {"ceilings": asdict(ceilings), "results": found}, indent=2) + "\n")
 
 
