@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from teachllm.core.scheduler_output import NewRow
+from teachllm.errors import counted
 from teachllm.sampling_params import SamplingParams
 
 
@@ -44,9 +45,9 @@ class WaitReason(Enum):
     """
 
     BEHIND_HEAD = "behind the head of the queue"
-    TOKEN_BUDGET = "needs {needed} token{plural} of the step's budget, {available} left"
-    SEQUENCE_LIMIT = "would be running request {needed}, the limit is {available}"
-    NO_FREE_BLOCKS = "needs {needed} block{plural}, {available} free"
+    TOKEN_BUDGET = "needs {tokens} of the step's budget, {available} left"
+    SEQUENCE_LIMIT = "{available} of {available} requests run already"
+    NO_FREE_BLOCKS = "needs {blocks}, {available} free"
     STATIC_BATCH = "the batch of {needed} must drain first"
     PREEMPTED = "preempted: its blocks were taken back"
     IN_FLIGHT = "its last token is still being computed"
@@ -62,8 +63,8 @@ class Wait:
     available: int = 0
 
     def __str__(self) -> str:
-        plural = "" if self.needed == 1 else "s"
-        return self.reason.value.format(needed=self.needed, available=self.available, plural=plural)
+        words = {"tokens": counted(self.needed, "token"), "blocks": counted(self.needed, "block")}
+        return self.reason.value.format(needed=self.needed, available=self.available, **words)
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
@@ -76,8 +77,8 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
         raise ValueError("the prompt is empty: it needs at least one token")
     if num_tokens + 1 > max_model_len:
         raise ValueError(
-            f"the prompt has {num_tokens} tokens and max_model_len={max_model_len} leaves no room for an output token: "
-            f"shorten it to {max_model_len - 1}, or raise max_model_len"
+            f"the prompt has {counted(num_tokens, 'token')} and max_model_len={max_model_len} leaves no room for an "
+            f"output token: shorten it to {max_model_len - 1}, or raise max_model_len"
         )
 
 

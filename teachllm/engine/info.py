@@ -14,6 +14,7 @@ from teachllm.distributed.layout import RankCoords, layout_of
 from teachllm.engine.capacity import num_undisturbed
 from teachllm.engine.make_core import check_ranks
 from teachllm.engine.replicas.replica import replica_devices, share_of_threads
+from teachllm.errors import counted
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.model_of_rank import model_of_rank
@@ -67,7 +68,7 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
         *_in_use(device),
         *_ranks(model, all_coords, [each.of_blocks(plan.num_blocks) for each in plans], plans.index(plan)),
         *plan.rows(),
-        ("requests at once", str(count), f"of {input_len} tokens in and {output_len} out: {limit}"),
+        ("requests at once", str(count), f"of {counted(input_len, 'token')} in and {output_len} out: {limit}"),
     ]
 
 

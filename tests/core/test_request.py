@@ -95,7 +95,7 @@ def test_a_row_is_a_copy_of_what_the_worker_needs() -> None:
         (Wait(WaitReason.NO_FREE_BLOCKS, 1, 0), "needs 1 block, 0 free"),
         (Wait(WaitReason.IN_FLIGHT), "its last token is still being computed"),
         (Wait(WaitReason.NEXT_PLAN), "its turn is in one of the pipeline's next plans"),
-        (Wait(WaitReason.SEQUENCE_LIMIT, 9, 8), "would be running request 9, the limit is 8"),
+        (Wait(WaitReason.SEQUENCE_LIMIT, 9, 8), "8 of 8 requests run already"),
         (Wait(WaitReason.NO_FREE_BLOCKS, 5, 2), "needs 5 blocks, 2 free"),
         (Wait(WaitReason.STATIC_BATCH, 4), "the batch of 4 must drain first"),
         (Wait(WaitReason.PREEMPTED), "preempted: its blocks were taken back"),

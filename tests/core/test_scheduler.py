@@ -269,7 +269,7 @@ def test_a_request_waits_for_a_place() -> None:
     add(scheduler, "a")
     add(scheduler, "b")
     schedule(scheduler)
-    assert waits(scheduler) == {"b": "would be running request 2, the limit is 1"}
+    assert waits(scheduler) == {"b": "1 of 1 requests run already"}
 
 
 def test_a_request_waits_for_blocks() -> None:

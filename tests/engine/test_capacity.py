@@ -85,8 +85,8 @@ def test_info_ends_with_the_number() -> None:
     row = describe_model(config, 20, 40)[-1]
     assert row == ("requests at once", str(count), "of 20 tokens in and 40 out: none waits for blocks or loses them")
     assert "of 95 tokens in and 1 out" in describe_model(config, output_len=1)[-1][2]
-    assert "of 1 tokens in and 95 out" in describe_model(config, 1, 95)[-1][2]
-    assert describe_model(config)[-1][2].startswith("of 1 tokens in and 95 out")
+    assert "of 1 token in and 95 out" in describe_model(config, 1, 95)[-1][2]
+    assert describe_model(config)[-1][2].startswith("of 1 token in and 95 out")
 
 
 def test_info_counts_a_draft_models_weights_and_its_layers_of_kv() -> None:

@@ -82,7 +82,7 @@ GENERATES = ("POST /v1/completions", "POST /v1/chat/completions")
 
 # Why a request may be refused that the schema allows: what no schema of single fields can tell.
 CONTRADICTIONS = re.compile(
-    r"the prompt has \d+ tokens"
+    r"the prompt has \d+ tokens?"
     r"|the (prompt|conversation) has \d+ characters, and \d+ tokens"
     r"|stream_options says how to stream"
     r"|prompt_logprobs are not streamed"

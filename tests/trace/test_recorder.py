@@ -112,7 +112,7 @@ def test_a_step_holds_what_happened_in_it() -> None:
         "text": ["7"],
     }
     assert first["finished"] == {"b": "length"}
-    assert first["waiting"] == {"c": ["sequence_limit", "would be running request 3, the limit is 2"]}
+    assert first["waiting"] == {"c": ["sequence_limit", "2 of 2 requests run already"]}
     assert first["preempted"] == []
     assert first["blocks"] == {"used": 2, "cached": 1, "free": 2}
     assert [event[:3] for event in first["block_events"]] == [

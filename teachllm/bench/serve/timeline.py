@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from teachllm.bench.serve.record import Record
+from teachllm.errors import counted
 
 _COLORS = {"queue": "#9ca3af", "prefill": "#3b82f6", "failed": "#111827"}
 _ITL_COLORS = ("#22c55e", "#f59e0b", "#ef4444")
@@ -142,7 +143,7 @@ def _plotly():  # type: ignore[no-untyped-def]
 
 
 def _hover(row: int, record: Record) -> str:
-    lengths = f"{record.num_prompt_tokens} tokens in, {record.num_output_tokens} out"
+    lengths = f"{counted(record.num_prompt_tokens, 'token')} in, {record.num_output_tokens} out"
     if record.error:
         return f"request {row}: failed"
     return f"request {row}: {lengths}<br>TTFT {1000 * record.ttft_s:.1f} ms, E2EL {1000 * record.e2el_s:.0f} ms"

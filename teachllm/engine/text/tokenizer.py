@@ -74,6 +74,7 @@ class _Backend(Protocol):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
     def token_to_id(self, token: str) -> int | None: ...
+    def id_to_token(self, token_id: int) -> str | bytes | None: ...
     def longest_token(self) -> int: ...
 
 
@@ -87,7 +88,7 @@ class _TokenizersBackend:
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.token_to_id = tokenizer.token_to_id
+        self.token_to_id, self.id_to_token = tokenizer.token_to_id, tokenizer.id_to_token
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -125,6 +126,10 @@ class _PythonBackend:
     def token_to_id(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.convert_tokens_to_ids(token)
         return token_id
+
+    def id_to_token(self, token_id: int) -> str | bytes | None:
+        token: str | bytes | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        return token
 
     def longest_token(self) -> int:
         return max(map(len, self._tokenizer.get_vocab()))
@@ -202,6 +207,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no character become U+FFFD, ids without a token nothing."""
         return self._backend.decode(token_ids, skip_special_tokens)
+
+    def token_name(self, token_id: int) -> str | bytes | None:
+        """The vocabulary's entry, in its own spelling."""
+        return self._backend.id_to_token(token_id)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token alone, its leading space kept; U+FFFD where it is only part of a character."""

@@ -6,27 +6,24 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from teachllm.core.request import Request
-from teachllm.engine.text.detokenizer import IncrementalDetokenizer
+from teachllm.engine.text.token_bytes import CharacterDecoder, token_bytes
 from teachllm.engine.text.token_texts import TokenTexts
-from teachllm.engine.text.tokenizer import REPLACEMENT, Tokenizer
-from teachllm.sampling_params import SamplingParams
-
-_NUM_BEFORE = 24  # tokens that are looked at for the beginning of a character
-_PARAMS = SamplingParams(skip_special_tokens=False)
+from teachllm.engine.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, Tokenizer
 
 
 class TraceTexts:
     """Token ids -> what each adds to the text of its request, special tokens included.
 
-    Nearly every token is whole, and its text is known; the others are decoded with those before them. What is no
-    character is U+FFFD of the next token that is one, or of the last token.
+    Nearly every token is whole, and its text is known; the others are decoded with those before them. A byte of no
+    character is shown as ⟨f0⟩, with the token that makes this certain: the next one that cannot go on from it, or the
+    last one of all.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._alone = TokenTexts(tokenizer)
         # Of requests in the middle of a character.
-        self._begun: WeakKeyDictionary[Request, IncrementalDetokenizer] = WeakKeyDictionary()
+        self._begun: WeakKeyDictionary[Request, CharacterDecoder] = WeakKeyDictionary()
 
     def __call__(self, token_ids: Sequence[int], request: Request | None = None) -> list[str]:
         """Return the text of each token.
@@ -38,23 +35,27 @@ class TraceTexts:
         begun = None if request is None else self._begun.pop(request, None)
         for place, (token_id, text) in enumerate(zip(token_ids, self._alone(token_ids), strict=True)):
             if begun is None and REPLACEMENT in text and self._tokenizer is not None:
-                begun = IncrementalDetokenizer(self._tokenizer, _before(token_ids, place, request), _PARAMS)
+                begun = CharacterDecoder(self._bytes(_before(token_ids, place, request)))
             if begun is None:
                 found.append(text)
                 continue
-            begun.append([token_id])
-            found.append(begun.added[0] or "")
+            found.append(begun.decode(self._bytes([token_id])))
             if begun.is_whole:
                 begun = None
         if begun is not None and request is not None and request.finish_reason is None:
             self._begun[request] = begun
         elif begun is not None:
-            found[-1] += begun.finish()
+            found[-1] += begun.decode(b"", is_last=True)
         return found
+
+    def _bytes(self, token_ids: Sequence[int]) -> bytes:
+        assert self._tokenizer is not None
+        pairs = zip(token_ids, self._alone(token_ids), strict=True)
+        return b"".join(token_bytes(self._tokenizer, token_id, text) for token_id, text in pairs)
 
 
 def _before(token_ids: Sequence[int], place: int, request: Request | None) -> list[int]:
-    """Return the ids that precede `token_ids[place]` in the request, or in the prompt."""
+    """Return the ids that precede `token_ids[place]` in the request, or in the prompt, as far as a character goes."""
     known = token_ids if request is None else request.token_ids
     end = len(known) - len(token_ids) + place
-    return list(known[max(end - _NUM_BEFORE, 0) : end])
+    return list(known[max(end - MAX_TOKENS_PER_CHARACTER + 1, 0) : end])

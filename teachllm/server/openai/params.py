@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from teachllm.errors import counted
 from teachllm.sampling_params import SamplingParams
 from teachllm.server.http.errors import ApiError, refused_as
 from teachllm.server.openai.logprobs import TokenStyle
@@ -93,14 +94,14 @@ def check_length(
     if left < 1:
         raise ApiError(
             400,
-            f"the prompt has {num_prompt_tokens} tokens and max_model_len={max_model_len} is the most that prompt and "
-            f"output may have together: shorten it to {max_model_len - 1}",
+            f"the prompt has {counted(num_prompt_tokens, 'token')} and max_model_len={max_model_len} is the most that "
+            f"prompt and output may have together: shorten it to {max_model_len - 1}",
             param,
         )
     if max_tokens is not None and max_tokens > left:
         raise ApiError(
             400,
-            f"the prompt has {num_prompt_tokens} tokens, and with {name}={max_tokens} more there would be "
+            f"the prompt has {counted(num_prompt_tokens, 'token')}, and with {name}={max_tokens} more there would be "
             f"{num_prompt_tokens + max_tokens}, more than max_model_len={max_model_len}: lower {name} to {left}, "
             "or shorten the prompt",
             name,

@@ -97,7 +97,7 @@ def test_no_prompt_is_refused_with_the_ways_to_give_one(teachllm, arguments: lis
 def test_what_the_server_refuses_is_one_line(teachllm, ours: Server) -> None:
     result = teachllm("complete", "--url", ours.url, "-p", "a", "--max-tokens", "5000")
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
-    assert f"error: {ours.url} answers with HTTP 400: the prompt has 1 tokens" in result.stderr
+    assert f"error: {ours.url} answers with HTTP 400: the prompt has 1 token," in result.stderr
 
 
 def test_an_answer_that_breaks_off_is_an_error_after_what_came(teachllm) -> None:
