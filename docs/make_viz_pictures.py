@@ -18,21 +18,10 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 from teachllm_webui.page import launch
-from teachllm_webui.presets import preset
+from teachllm_webui.presets import PRESETS, preset
 from teachllm_webui.session import LiveSession
 
 FOLDER = Path(__file__).with_name("viz")
-STEPS = {  # of each preset, one that shows its point
-    "paged": 20,
-    "batching": 34,
-    "chunked": 12,
-    "prefix": 26,
-    "preemption": 33,
-    "priorities": 24,
-    "parallel": 20,
-    "pipeline": 20,
-}
-IN_MILLISECONDS = ("chunked",)  # a long step is a wide one
 FORKED, FORK_AT, FORK = "priorities", 20, {"max_num_seqs": 8}  # the picture called "fork"
 
 
@@ -42,7 +31,7 @@ def main() -> None:
     page = launch(session)
     try:
         with tabs(page.url) as pages:
-            for name in sys.argv[1:] or [*STEPS, "fork"]:
+            for name in sys.argv[1:] or [*(each.name for each in PRESETS), "fork"]:
                 run(session, name)
                 for scheme, tab in pages.items():
                     shoot(tab, session, name, FOLDER / f"{name}-{scheme}.png")
@@ -85,10 +74,8 @@ def shoot(tab: Any, session: LiveSession, name: str, target: Path) -> None:
     shown = "([generation, counts]) => livePage.generation === generation && livePage.now.is_done"
     shown += " && counts.every((n, i) => livePage.views[i]?.timeline.steps.length === n)"
     tab.wait_for_function(shown, arg=[session.generation, counts])
-    for switch in tab.locator("[data-axis=ms]").all() if name in IN_MILLISECONDS else ():
-        switch.click()
     tab.mouse.move(0, 0)
-    step = STEPS.get(name, FORK_AT + 12)
+    step = FORK_AT + 12 if name == "fork" else preset(name).show_at
     tab.evaluate("(k) => { livePage.views[0].goTo(k); livePage.views.forEach((view) => view.settle()); }", step)
     tab.wait_for_timeout(900)  # the figures that compare two sides come a moment later
     tab.screenshot(path=target)

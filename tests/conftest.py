@@ -16,6 +16,7 @@ if not os.path.exists("/dev/nvidiactl"):
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.browser import browser  # noqa: F401
 from tests.budget import Budget
 from tests.thorough import times
 

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from filelock import FileLock
 
 from tests.waiting import HANG_SECONDS
 from tests.webui.trace_server import serve  # noqa: F401
 
-_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-FLAGS += ["--disable-component-update", "--disable-sync"]
 SIZE = {"width": 1280, "height": 720}
+# Two frames later all that is in sight is known to be, and drawn.
+DRAWN = "new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
 SHARED = "You are a patient teacher. Answer in short and simple sentences, and give one example. "
 HOSTILE = "<script>window.hacked = 1</script> <img src=x onerror='window.hacked = 1'>"
 
@@ -87,34 +82,6 @@ def trace() -> list[str]:
     return lines
 
 
-def find_chromium() -> str | None:
-    return next((found for name in _NAMES if (found := shutil.which(name))), None)
-
-
-def install_chromium() -> str | None:
-    """On Debian, as root: what a fresh container of a continuous check is. One process does it, the others wait."""
-    if shutil.which("apt-get") is None or os.geteuid() != 0:
-        return None
-    with FileLock(Path(tempfile.gettempdir()) / "teachllm-chromium.lock"):
-        for command in (["apt-get", "update"], ["apt-get", "install", "--yes", "--no-install-recommends", "chromium"]):
-            if find_chromium() is None:
-                subprocess.run(command, capture_output=True, timeout=HANG_SECONDS, check=False)
-        return find_chromium()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    path = find_chromium() or install_chromium()
-    if path is None:
-        assert os.environ.get("CI") != "true", "CI must have a Chromium: apt-get install chromium"
-        pytest.skip("no Chromium: apt-get install chromium")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'teachllm[dev]'")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        yield browser
-        browser.close()
-
-
 class Watched:
     """A tab that may neither complain nor ask for anything elsewhere.
 
@@ -122,11 +89,20 @@ class Watched:
         complaints: Messages on its console, errors, and requests to anywhere else.
     """
 
-    def __init__(self, browser: Any, own: tuple[str, ...], quiet: tuple[str, ...] = (), **options: Any) -> None:
-        """`own` begins what the page may ask for; `quiet` are kinds of console messages that are no complaint."""
+    def __init__(
+        self, browser: Any, own: tuple[str, ...], quiet: tuple[str, ...] = (), before: str = "", **options: Any
+    ) -> None:
+        """Open it.
+
+        Args:
+            own: begins what the page may ask for.
+            quiet: kinds of console messages that are no complaint.
+            before: a script that runs before the page's own.
+        """
         self.complaints: list[str] = []
         self.context = browser.new_context(**{"viewport": SIZE} | options)
         self.context.set_default_timeout(1000 * HANG_SECONDS)
+        self.context.add_init_script(before)
         self.page = self.context.new_page()
         self.page.on("console", lambda m: m.type in quiet or self.complaints.append(f"console: {m.text}"))
         self.page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
@@ -163,6 +139,33 @@ def export(lines: list[str], path: Path, title: str = "a trace") -> str:
 
     path.write_text(html_page(lines, title), encoding="utf-8")
     return path.as_uri()
+
+
+def mount_live(page: Any, sides: list[list[str]], **status: Any) -> None:
+    """Show traces in the place of an exported page's view as the live page does, with a server that has no more."""
+    from teachllm_webui.page import LIVE_SCRIPTS, LIVE_VIEW
+    from teachllm_webui.presets import PRESETS
+    from teachllm_webui.timeline import Status
+    from teachllm_webui.what_if import WhatIf
+
+    presets = [{"name": p.name, "title": p.title, "look_at": p.look_at} for p in PRESETS]
+    told = {"home": "a run", "presets": presets, "what_if": {"defaults": asdict(WhatIf()), "models": ["one"]}}
+    now = {"is_done": True, "is_live": True, "can_fork": True, "sides_done": [True] * len(sides)} | status
+    page.add_style_tag(content=(LIVE_VIEW / "live.css").read_text())
+    for name in LIVE_SCRIPTS:
+        page.add_script_tag(content=(LIVE_VIEW / name).read_text())
+    page.evaluate(
+        """([lines, told, now]) => {
+            view.destroy();
+            const answer = { generation: 1, status: 1, lines, now };
+            const news = async ({ generation }) => generation === 1 ? new Promise(() => {}) : answer;
+            window.orders = [];
+            const drive = async ({ action }) => (orders.push(action), window.answer ?? {});
+            teachllm.mountLive(document.getElementById("view"), { news, drive }, told);
+        }""",
+        [sides, told, asdict(Status(**now))],
+    )
+    page.wait_for_function("livePage.views.length && livePage.views.every((view) => view.k > 0)")
 
 
 @pytest.fixture
@@ -205,6 +208,7 @@ def open_page(tab: Watched) -> Iterator[Callable[..., Any]]:
             lines,
         )
         tab.page.wait_for_selector("[data-teachllm][data-step-index]", state="attached")
+        tab.page.evaluate(DRAWN)
         return tab.page
 
     yield open_

@@ -163,3 +163,14 @@ def test_the_form_offers_the_shapes_that_the_simulator_knows() -> None:
     from teachllm.simulator.shapes import SHAPES
 
     assert set(SHAPE_NAMES) == {"teachlm", *SHAPES}
+
+
+def test_every_fourth_request_of_a_simulation_is_urgent_and_goes_first_with_the_policy_priority() -> None:
+    waits: dict[str, list[float]] = {}
+    for policy in ("fcfs", "priority"):
+        trace = trace_of(run_what_if(WhatIf(requests=24, seqs=4, policy=policy)).lines)
+        requests = list(trace.replay.requests.values())
+        urgent = [request for request in requests if request.arrival["priority"] == 0]
+        assert urgent == requests[3::4]
+        waits[policy] = [request.token_times[0] - request.arrival["time"] for request in urgent]
+    assert sum(waits["priority"]) < 0.6 * sum(waits["fcfs"])

@@ -169,13 +169,16 @@ def test_a_fork_with_another_block_size_stands_beside_the_original_and_both_go_o
     page.wait_for_selector("[data-side='1']")
     assert page.locator("[data-side='1'] h2").first.inner_text() == "fork at step 1: block size 4"
     original, fork = session.runs
+    is_at(page, 1)
+    is_at(page, -1, side=1)
+    assert page.locator("[data-side='1'] [data-where]").inner_text().endswith(" · the fork")
+    assert set(page.locator("[data-figure=ttft] dd").all_inner_texts()) == {"\u2013"}
     for n in range(1, 3):
         page.keyboard.press("ArrowRight")
         wait_for(lambda n=n: steps_of(original) == 3 + n and steps_of(fork) == n)
-    is_at(page, 4)
+    is_at(page, 3)  # the fork's newest, though the original has one more
     is_at(page, 1, side=1)
-    for side, run in enumerate((original, fork)):
-        assert in_page(page, side) == in_engine(run)
+    assert in_page(page, 1) == in_engine(fork)
     assert len(in_engine(fork)["0"]) > len(in_engine(original)["0"])
     session.set_speed(None)
     page.keyboard.press("Space")
@@ -191,6 +194,11 @@ def test_a_fork_with_another_block_size_stands_beside_the_original_and_both_go_o
     assert page.evaluate(shown) == [f"{steps_of(original)} (0 to {steps_of(original) - 1})"] * 2
     page.locator("[data-action=scrub]").first.fill("4")
     assert page.evaluate(shown) == ["5 (0 to 4)"] * 2
+    begin, work = page.evaluate("[livePage.views[1].timeline.spanOf(0)[0], livePage.views[0].timeline.work[1]]")
+    assert begin == pytest.approx(work)  # one step has one time on both sides
+    page.locator("[data-action=scrub]").first.fill("0")
+    assert set(page.locator("[data-compare] [data-value=null]").all_inner_texts()) == {"\u2013"}
+    assert page.locator("[data-side='1'] [data-where]").inner_text().startswith("not forked yet")
     page.click("[data-open=fork]")
     assert page.input_value("[data-form=fork] [name=block_size]") == ""
     page.keyboard.press("ArrowDown")
@@ -327,6 +335,19 @@ def test_an_engine_that_fails_is_shown_in_words_and_the_page_goes_on(session: Li
     session.pause()
 
 
+def test_an_engine_that_has_ended_is_said_to_have_and_not_that_all_is_done(session: LiveSession, tab: Any) -> None:
+    page = tab
+    page.click("[data-action=forward]")
+    is_at(page, 0)
+    # A trace that cannot be written ends it.
+    session.runs[0].inspect(lambda engine: setattr(engine.core.recorder, "_sink", None))
+    page.click("[data-action=forward]")
+    page.wait_for_selector("[data-status]:has-text('the engine has ended')")
+    assert page.locator("[data-problem]").inner_text().startswith("the engine has ended: TypeError")
+    assert "all done" not in page.locator("body").inner_text()
+    page.wait_for_selector("[data-action=abort]:visible", state="hidden")
+
+
 def test_what_if_shows_a_simulation_of_the_form(live: tuple[LiveSession, str], tab: Any) -> None:
     page = tab
     page.click("[data-open=what_if]")
@@ -398,14 +419,6 @@ def test_the_main_views_are_in_sight_at_1280_by_720_and_a_phone_needs_no_sideway
         box = page.locator(f"[data-form={name}]").bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390
         page.keyboard.press("Escape")
-
-
-def test_a_port_that_is_in_use_is_one_clear_line(live: tuple[LiveSession, str]) -> None:
-    from teachllm_webui.page import launch
-
-    port = int(live[1].rstrip("/").rpartition(":")[2])
-    with pytest.raises(OSError, match=f"127.0.0.1:{port} cannot be listened on.*choose another --host or --port"):
-        launch(LiveSession(), port=port)
 
 
 @only_thorough

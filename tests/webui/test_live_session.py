@@ -191,11 +191,10 @@ def test_a_recorded_trace_can_be_forked_and_goes_on(session: LiveSession, make: 
     path = tmp_path / "run.jsonl"
     path.write_text("".join(line + "\n" for line in finish(make(ask(max_tokens=12), ask("What is a GPU?", 12)))))
     session.replay(path)
+    session.set_speed(None)
     session.fork(4, {"max_num_seqs": 1})
     wait_for(lambda: len(session.sides) == 2)
-    session.set_speed(None)
-    session.play()
-    wait_for(lambda: session.runs[0].is_done)
+    wait_for(lambda: session.runs[0].is_done)  # it plays by itself
     left, right = (trace_of(side.log.upto()).replay for side in session.sides)
     assert not any(request.is_live for side in (left, right) for request in side.requests.values())
     assert right.step > left.step

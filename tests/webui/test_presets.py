@@ -40,11 +40,12 @@ def reasons(trace: Trace) -> set[str]:
 
 def test_every_preset_runs_to_its_end_and_is_small(traces: dict[str, list[Trace]]) -> None:
     assert all(preset(each.name) is each and len(each.look_at) < 260 for each in PRESETS)
+    assert all(each.show_at is not None for each in PRESETS)
     for chosen in SHOWN:
         for trace in traces[chosen.name]:
             requests = trace.replay.requests.values()
             assert 5 <= len(requests) <= 12 and all(r.finish_reason in ("stop", "length") for r in requests)
-            assert 40 <= len(trace.steps) <= 150
+            assert 40 <= len(trace.steps) <= 150 and (chosen.show_at or 0) < len(trace.steps)
 
 
 def test_every_preset_is_explained_and_pictured_in_light_and_dark() -> None:
@@ -100,6 +101,15 @@ def test_a_shared_system_prompt_is_computed_once(traces: dict[str, list[Trace]])
 def test_a_pool_that_is_too_small_preempts(traces: dict[str, list[Trace]]) -> None:
     assert sum(len(step["preempted"]) for step in traces["preemption"][0].steps) >= 2
     assert {"preempted", "no_free_blocks"} & reasons(traces["preemption"][0])
+    requests = traces["preemption"][0].replay.requests.values()
+    assert not any(request.num_cached_tokens for request in requests)
+    computed: dict[str, int] = {}
+    for step in traces["preemption"][0].steps:
+        for share in step["scheduled"]:
+            computed[share["request_id"]] = computed.get(share["request_id"], 0) + share["num_tokens"]
+    for request in requests:
+        once = request.arrival["num_prompt_tokens"] + request.num_output_tokens - 1
+        assert (computed[request.arrival["request_id"]] > once) is (request.num_preemptions > 0)
 
 
 @only_thorough
@@ -122,6 +132,17 @@ def test_completions_of_one_prompt_share_its_blocks_and_differ(traces: dict[str,
     assert len(children) == 4 and len({tuple(child.output_ids) for child in children}) > 1
     shared = max(max(len(block.users) for block in trace.state_after(n).blocks) for n in range(5, 12))
     assert shared == 4
+
+
+@only_thorough
+def test_drafts_are_accepted_where_the_answer_is_in_the_prompt(traces: dict[str, list[Trace]]) -> None:
+    plain, drafted = traces["speculation"]
+    assert len(drafted.steps) < 0.7 * len(plain.steps)
+    accepted = [0, 0]
+    for step in drafted.steps:
+        for share in step["scheduled"]:
+            accepted[int(share["request_id"]) >= 3] += share.get("num_accepted", 0)
+    assert accepted[1] > 60 > accepted[0]
 
 
 @only_thorough

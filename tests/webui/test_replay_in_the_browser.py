@@ -214,11 +214,11 @@ def figures_by_hand(events: list[dict[str, Any]], since: int) -> dict[str, Any]:
         stopped = any(event["event"] in ("abort", "stop") and event["request_id"] == name for event in events)
         ended = stopped or any(name in step["finished"] for step in steps)
         num_finished += ended
-        longest += [after - max(before, begin) for before, after in pairwise(times) if after > begin]
+        longest += [after - before for before, after in pairwise(times) if after > begin]
         if times and times[0] > begin:
-            firsts.append(times[0] - max(arrival["time"], begin))
+            firsts.append(times[0] - arrival["time"])
         elif not times and not ended:
-            waits.append(now["end"] - max(arrival["time"], begin))
+            waits.append(now["end"] - arrival["time"])
     is_before = not counts
     means = [] if is_before else firsts + waits
     return {

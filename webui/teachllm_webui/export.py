@@ -14,10 +14,11 @@ from pathlib import Path
 
 VIEW = Path(__file__).parent / "view"
 SCRIPTS = (  # each may use those before it
-    *("replay.js", "timeline.js", "palette.js", "dom.js", "format.js", "text.js", "theme.js", "card.js"),
+    *("replay.js", "check.js", "timeline.js", "palette.js", "dom.js", "format.js", "text.js", "theme.js", "card.js"),
     *("pool_painter.js", "pool.js", "batch_painter.js", "batch.js", "step.js", "queue.js", "tokens.js", "tables.js"),
     *("rank_times.js", "ranks_painter.js", "ranks.js"),
-    *("series.js", "figures.js", "chart.js", "metrics.js", "about.js", "transport.js", "keyboard.js", "view.js"),
+    *("series.js", "figures.js", "chart.js", "metrics.js", "about.js", "transport.js", "keyboard.js"),
+    *("place.js", "panels.js", "pointed.js", "view.js"),
 )
 
 PAGE = """<!doctype html>

@@ -89,7 +89,7 @@ def _drive(session: LiveSession, given: Mapping[str, Any]) -> None:
         "home": lambda: session.home[1]() if session.home else None,
         "preset": lambda: session.start_preset(preset(str(value))),
         "submit": lambda: session.submit(request_of(form)),
-        "fork": lambda: session.fork(_step(given), changes_of(form)),
+        "fork": lambda: session.fork_and_wait(_step(given), changes_of(form)),
         "drop": session.drop_fork,
         "what_if": lambda: session.what_if(what_if_of(form)),
     }

@@ -5,7 +5,7 @@ A preset is such a plan, and so is a fork: a trace's later arrivals, each before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,12 +62,14 @@ class Plan:
         requests: that come by themselves.
         under_way: ids of those that the engine has already.
         first_step: the number of its first step.
+        work_before: of a fork, the original's seconds of work up to its first step.
     """
 
     make_engine: MakeEngine
     requests: Sequence[PlannedRequest] = ()
     under_way: Sequence[str] = ()
     first_step: int = 0
+    work_before: float = 0.0
 
 
 def engine_plan(config: EngineConfig, requests: Sequence[PlannedRequest] = ()) -> Plan:
@@ -108,7 +110,18 @@ def fork_plan(lines: Sequence[str], step: int, changes: dict[str, Any], coming: 
         requests=[*_later(trace, index + 1), *coming],
         under_way=[name for name, request in state.requests.items() if request.is_live],
         first_step=step + 1,
+        work_before=_work(trace.lines[: index + 1]),
     )
+
+
+def _work(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds in which some step was under way, as the page's timeline counts them."""
+    seconds, busy_until = 0.0, float("-inf")
+    for line in lines:
+        if line["event"] == "step":
+            seconds += max(line["end"] - max(line["time"], busy_until), 0.0)
+            busy_until = max(busy_until, line["end"])
+    return seconds
 
 
 def _later(trace: Trace, first: int) -> list[PlannedRequest]:

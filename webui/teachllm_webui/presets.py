@@ -24,6 +24,17 @@ SYSTEM = (
 )
 LONG = " ".join(f"{i}. A block table maps logical blocks of a sequence to physical blocks." for i in range(1, 22))
 
+NOTES = {  # what an application that looks things up would put before the question
+    QUESTIONS[
+        0
+    ]: "A KV cache keeps the attention keys and values of all tokens a request has already processed. Each new "
+    "token then computes only its own key and value and reads the rest, instead of recomputing the whole sequence.",
+    QUESTIONS[2]: "PagedAttention stores the KV cache in blocks of fixed size that may lie anywhere in memory. A "
+    "block table maps each request's logical blocks to physical ones.",
+    QUESTIONS[4]: "Prefill is the work of computing the prompt: all its tokens pass through the model together, and "
+    "their keys and values fill the KV cache. It ends with the first output token.",
+}
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -48,6 +59,7 @@ class Preset:
         look_at: one sentence.
         settings: of the engine.
         axis: of the batch timeline: "steps", or "ms" where the point is how long steps take.
+        show_at: a step that shows the point, at which the finished run is opened.
     """
 
     name: str
@@ -57,6 +69,7 @@ class Preset:
     settings: dict[str, Any] = field(default_factory=dict)
     variants: tuple[Variant, ...] = (Variant(""),)
     axis: str = "steps"
+    show_at: int | None = None
 
     def config(self, variant: Variant) -> EngineConfig:
         fixed: dict[str, Any] = {"model": "teachlm", "device": "cpu", "async_scheduling": False}
@@ -74,6 +87,7 @@ PRESETS = (
     Preset(
         name="paged",
         title="Contiguous versus paged",
+        show_at=20,
         look_at="The same memory. Left, a request holds room for its longest possible output, nearly all of it empty; "
         "right, it takes a block of 16 when it needs one, and all of them run at once.",
         requests=tuple(map(_ask, QUESTIONS[:8])),
@@ -86,6 +100,7 @@ PRESETS = (
     Preset(
         name="batching",
         title="Static versus continuous batching",
+        show_at=34,
         look_at="Left, no request joins until the whole batch has finished, so short requests leave empty rows behind; "
         "right, the next one takes a row as soon as it is free.",
         requests=tuple(_ask(question, (8, 60, 14, 26)[i % 4]) for i, question in enumerate(QUESTIONS)),
@@ -98,8 +113,9 @@ PRESETS = (
     Preset(
         name="chunked",
         title="A long prompt, whole or in chunks",
+        show_at=12,
         look_at="At step 10 a long prompt arrives. Left, one step computes all of it, and all requests wait for that "
-        "step: the longest ITL. Right, the budget of 64 cuts it up, and the others get their token in each step.",
+        "step: the longest pause. Right, the budget of 64 cuts it up, and the others get their token in each step.",
         requests=(
             *map(_ask, QUESTIONS[:4]),
             _ask(LONG + " What is a block table?", at_step=10),
@@ -115,6 +131,7 @@ PRESETS = (
     Preset(
         name="prefix",
         title="Shared system prompt",
+        show_at=26,
         look_at="All prompts begin with the same words. The first request computes them; the others find its blocks "
         "(striped in the pool, underlined green in Tokens) and compute only their own question.",
         requests=tuple(_ask(question, system=SYSTEM, at_step=6 * i) for i, question in enumerate(QUESTIONS[:7])),
@@ -123,14 +140,21 @@ PRESETS = (
     Preset(
         name="preemption",
         title="Pool too small",
+        show_at=33,
         look_at="Every request grows, and the blocks run out: the youngest loses its own (crossed in the timeline), "
         "queues again, and computes its tokens a second time when there is room.",
         requests=tuple(map(_ask, QUESTIONS[:6])),
-        settings={"max_model_len": 128, "max_num_seqs": 6, "num_gpu_blocks_override": 11},
+        settings={
+            "max_model_len": 128,
+            "max_num_seqs": 6,
+            "num_gpu_blocks_override": 11,
+            "enable_prefix_caching": False,
+        },
     ),
     Preset(
         name="priorities",
         title="Priorities",
+        show_at=24,
         look_at="Requests of priority 5 fill the rows. Those of priority 0 come at step 12 and go before all who wait, "
         "though they came last.",
         requests=(
@@ -147,6 +171,7 @@ PRESETS = (
     Preset(
         name="parallel",
         title="Parallel sampling",
+        show_at=20,
         look_at="Four completions of one prompt: they share its full blocks and differ from the first token they "
         "sample; each writes into blocks of its own.",
         requests=(
@@ -156,8 +181,28 @@ PRESETS = (
         settings={"max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 48},
     ),
     Preset(
+        name="speculation",
+        title="Guessed ahead, verified in one step",
+        show_at=54,
+        look_at="Left, one token per step and request. Right, prompt lookup drafts up to four: solid if accepted, "
+        "hatched if computed in vain. The last three prompts hold their answers.",
+        requests=(
+            *(_ask(question, 48) for question in NOTES),
+            *(_ask(question, 48, system=notes) for question, notes in NOTES.items()),
+        ),
+        settings={"max_model_len": 256, "max_num_seqs": 2, "num_gpu_blocks_override": 32},
+        variants=(
+            Variant("no drafts"),
+            Variant(
+                "prompt lookup, 4 drafts",
+                {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}},
+            ),
+        ),
+    ),
+    Preset(
         name="pipeline",
         title="Two stages and their bubbles",
+        show_at=20,
         look_at="Two processes have some of the layers each (Ranks). While one request is alone, either waits for the "
         "other (hatched); those that come at step 12 make two batches that take turns, and both stages work.",
         requests=(_ask(QUESTIONS[0]), *(_ask(question, at_step=12) for question in QUESTIONS[1:8])),

@@ -51,6 +51,8 @@ class LiveSession:
         self._plays = False  # what is being loaded
         self._status_version = 0
         self._shown: Status | None = None
+        self._is_awaited = False  # what is being loaded, by who has asked for it
+        self._failure: str | None = None  # told to that one alone
         self._is_closed = False
         self._tabs: dict[str, float] = {}  # when each asked for news
         self._loader = Loader[_Made](self._arrive, self._fail)
@@ -70,7 +72,7 @@ class LiveSession:
         def make() -> _Made:
             plans = [(v.title, engine_plan(preset.config(v), preset.requests)) for v in preset.variants]
             status = Status(title=preset.title, look_at=preset.look_at, preset=preset.name, can_fork=True)
-            status.axis = preset.axis
+            status.axis, status.show_at = preset.axis, preset.show_at
             return start_all(plans, self.changed), status
 
         self._load(f"loading “{preset.title}”", make, play)
@@ -121,7 +123,8 @@ class LiveSession:
 
         def make() -> _Made:
             log = TraceLog(run_what_if(form).lines, self.changed)
-            return [Timeline("", log)], Status(title=f"what if: {form.requests} requests on {form.model}")
+            title = f"what if: {form.requests} requests on {form.model}"
+            return [Timeline("", log)], Status(title=title, is_simulation=True)
 
         self._load("simulating", make, play=False)
 
@@ -143,7 +146,21 @@ class LiveSession:
             (fork,) = start_all([(f"fork at step {step}: {told}", plan)], self.changed, since=step)
             return [original, fork], status
 
-        self._load("forking", make, play=left.run is not None and left.run.is_playing)
+        self._load("forking", make, play=left.run is None or left.run.is_done or left.run.is_playing)
+
+    def fork_and_wait(self, step: int, changes: dict[str, Any]) -> None:
+        """Fork, and wait until the second engine is there.
+
+        Raises:
+            ValueError: there is nothing to fork, or its settings are refused.
+        """
+        with self.changed:
+            self.fork(step, changes)
+            self._is_awaited = True
+            self.changed.wait_for(lambda: not self.status.loading or self._is_closed)
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise ValueError(failure)
 
     def drop_fork(self) -> None:
         """The first timeline alone.
@@ -282,6 +299,7 @@ class LiveSession:
         with self.changed:
             self._loader.load(make)
             self.status.loading, self.status.error, self._plays = loading, None, play
+            self._is_awaited, self._failure = False, None
             self.changed.notify_all()
 
     def _arrive(self, made: _Made) -> None:
@@ -308,9 +326,15 @@ class LiveSession:
     def _fail(self, error: Exception) -> None:
         """What is shown stays."""
         with self.changed:
-            if not self._loader.is_outdated:
-                self.status.loading = None
-                self._say((str(error) or type(error).__name__).splitlines()[0])
+            if self._loader.is_outdated:
+                return
+            self.status.loading = None
+            words = (str(error) or type(error).__name__).splitlines()[0]
+            if self._is_awaited:
+                self._failure = words
+                self._tell()
+            else:
+                self._say(words)
 
     def _refuse_while_loading(self) -> None:
         if self.status.loading:

@@ -19,6 +19,7 @@ class Timeline:
 
     Attributes:
         since: the step after which it differs from the other side.
+        work_before: of a fork, the original's seconds of work up to there.
     """
 
     title: str
@@ -26,6 +27,7 @@ class Timeline:
     run: LiveRun | None = None
     source: FollowedFile | AttachedServer | None = None
     since: int = -1
+    work_before: float = 0.0
 
     def close(self) -> None:
         if self.run is not None:
@@ -47,7 +49,7 @@ def start_all(plans: Sequence[tuple[str, Plan]], changed: threading.Condition, s
         for title, plan in plans:
             run = LiveRun(plan, changed, turn)
             undo.callback(run.close)
-            timelines.append(Timeline(title, run.log, run, since=since))
+            timelines.append(Timeline(title, run.log, run, since=since, work_before=plan.work_before))
         undo.pop_all()
     return timelines
 
@@ -86,12 +88,15 @@ class Status:
         sides_done: on each.
         speed: steps per second, None as fast as it goes.
         is_live: an engine is behind it.
+        is_simulation: no engine has computed it.
         is_fork: the second side can be closed.
         follows: the first side shows the newest step, though no engine here makes it.
         connection: how it stands with the server that the trace comes from, in a few words.
         notice: what should be known of that trace.
         axis: of the batch timelines at first: "steps" or "ms".
+        show_at: the step at which a finished run is opened; None is that at which most blocks are in use.
         since: the step after which two sides differ.
+        work_before: the seconds of work up to there.
         has_ended: an engine is gone.
     """
 
@@ -105,6 +110,7 @@ class Status:
     speed: float | None = None
     is_live: bool = False
     can_fork: bool = False
+    is_simulation: bool = False
     is_fork: bool = False
     follows: bool = False
     connection: str = ""
@@ -112,7 +118,9 @@ class Status:
     titles: list[str] = field(default_factory=list)
     sides_done: list[bool] = field(default_factory=list)
     axis: str = "steps"
+    show_at: int | None = None
     since: int = -1
+    work_before: float = 0.0
     has_ended: bool = False
 
     def refresh(self, sides: Sequence[Timeline], speed: float | None) -> None:
@@ -126,6 +134,7 @@ class Status:
         self.connection, self.notice = (servers[0].connection, servers[0].notice) if servers else ("", None)
         self.titles, self.speed = [side.title for side in sides], speed
         self.since = max((side.since for side in sides), default=-1)
+        self.work_before = max((side.work_before for side in sides), default=0.0)
         for run in runs:
             if run.error is not None:
                 self.error, run.error = run.error, None

@@ -6,7 +6,7 @@ on the tokens in all keeps the answer quick.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from teachllm.config import EngineConfig
@@ -18,6 +18,7 @@ SHAPE_NAMES = ("teachlm", "qwen3-0.6b", "qwen3-8b")
 MAX_REQUESTS = 500
 MAX_OUTPUT_TOKENS = 30_000  # each takes the scheduler some 30 microseconds, and the trace 100 bytes
 MAX_PROMPT_TOKENS = 500_000
+URGENT = 4  # every so many-th request has the lower number, which the policy "priority" lets go first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,4 +76,7 @@ def run_what_if(form: WhatIf) -> Simulation:
         scheduling_policy=form.policy,
         enable_chunked_prefill=form.chunked,
     )
-    return simulate(config, workload, model_shape(form.model))
+    shape = model_shape(form.model)
+    arrivals = workload.arrivals(shape.vocab_size)
+    requests = [replace(each, priority=int(i % URGENT != 0)) for i, each in enumerate(arrivals, start=1)]
+    return simulate(config, requests, shape)

@@ -56,12 +56,17 @@ def export(
     file: TraceFile,
     perfetto: Annotated[Path | None, typer.Option(help="Write a timeline for https://ui.perfetto.dev.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page that shows the trace, to mail or to host.")] = None,
+    title: Annotated[
+        str | None, typer.Option(help="The page's title; without it, FILE's name.", show_default=False)
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Write a trace in other formats."""
     with one_line_errors(debug=debug):
         if perfetto is None and html is None:
             raise ValueError("nothing to write: give --perfetto FILE, --html FILE, or both")
+        if title is not None and html is None:
+            raise ValueError("--title is the page's: give --html FILE, too")
         found = _read(file)
         if perfetto is not None:
             from teachllm.trace.perfetto import to_perfetto
@@ -71,7 +76,8 @@ def export(
         if html is not None:
             from teachllm_webui.export import html_page
 
-            _write(html, html_page(map(json.dumps, [found.header, *found.lines]), file.name), file)
+            lines = map(json.dumps, [found.header, *found.lines])
+            _write(html, html_page(lines, file.name if title is None else title), file)
             notes().print(f"for any browser: {html}", markup=False, soft_wrap=True)
 
 

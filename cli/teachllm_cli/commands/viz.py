@@ -17,6 +17,9 @@ from teachllm_cli.terminal import notes
 @engine_command
 def viz(
     engine: EngineConfig,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Start with this preset: docs/visualizer.md lists them.")
+    ] = None,
     replay: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Show a trace, finished or growing, in place of an engine.")
     ] = None,
@@ -36,9 +39,14 @@ def viz(
     """Watch an engine think: its blocks, batches and queue, step by step, in a browser."""
     if attach is not None and (replay is not None or engine != EngineConfig()):
         raise ValueError("--attach shows what a server does: leave out --replay and the flags of an engine")
+    from teachllm_webui.presets import PRESETS
+    from teachllm_webui.presets import preset as find_preset
+
+    if preset is not None and (replay is not None or attach is not None or engine != EngineConfig()):
+        raise ValueError("--preset has settings of its own: leave out --replay, --attach and the flags of an engine")
+    first = PRESETS[0] if preset is None else find_preset(preset)
     notes().print("starting the page ...")
     from teachllm_webui.page import launch
-    from teachllm_webui.presets import PRESETS
     from teachllm_webui.session import LiveSession
 
     session = LiveSession()
@@ -55,7 +63,7 @@ def viz(
         session.home = engine.model, lambda: session.start(engine)
     page = launch(session, host, port)
     if session.home is None:
-        session.start_preset(PRESETS[0])
+        session.start_preset(first)
     elif replay is None and attach is None:
         session.start(engine)
     try:

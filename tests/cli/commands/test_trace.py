@@ -114,6 +114,14 @@ def test_export_writes_a_page(teachllm, trace: Path, tmp_path: Path) -> None:
     assert "<title>run.jsonl</title>" in page and "Qwen3ForCausalLM" in page
 
 
+def test_a_page_has_the_title_that_it_is_given(teachllm, trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
+    assert teachllm("trace", "export", str(trace), "--html", str(path), "--title", "Two <runs>").exit_code == 0
+    assert "<title>Two &lt;runs&gt;</title>" in path.read_text(encoding="utf-8")
+    result = teachllm("trace", "export", str(trace), "--perfetto", str(tmp_path / "run.json"), "--title", "x")
+    assert result.exit_code == 1 and "--title is the page's: give --html FILE" in result.stderr
+
+
 def test_show_tells_of_ranks_if_there_are_several(teachllm, tmp_path: Path) -> None:
     path = tmp_path / "ranks.jsonl"
     path.write_text("".join(staged.lines()))

@@ -98,16 +98,22 @@
       patch(this.error, { text: error, hidden: !error });
     }
 
+    // Closed meanwhile, it has no place for an error.
+    _end(error) {
+      if (error && this.panel.hidden) this.onlost?.(error);
+      else this.say(error);
+      if (!error) this.close();
+    }
+
     async _send(send) {
       if (!this.isEnabled || this.isSending) return;
       this.isSending = true;
       patch(this.submit, { disabled: true });
       try {
         const error = await send(this.values);
-        this.say(error ?? "");
-        if (!error) this.close();
+        this._end(error ?? "");
       } catch (error) {
-        this.say(String(error.message ?? error));
+        this._end(String(error.message ?? error));
       } finally {
         this.isSending = false;
         this.enable(this.isEnabled);

@@ -9,6 +9,10 @@
   const RETRY_MS = 1000;
   const POLICIES = [["fcfs", "first come, first served"], ["priority", "priority"], ["static", "static batch"]];
 
+  const SIMULATED = "A simulation has no tokens, so it cannot be forked.";
+  const INCOMPLETE = "Without its beginning or its tokens, a trace gives nothing to go on from.";
+  const STACKED = { Left: "Above", left: "above", Right: "Below", right: "below" };
+
   class LivePage {
     constructor(element, server, told) {
       Object.assign(this, { server, told, generation: -1, status: -1, now: {}, views: [], cursors: [] });
@@ -16,7 +20,9 @@
       this.root = h("div", { class: "teachllm tl-live", "data-live": "" });
       this.bar = h("div", { class: "tl-top" });
       this.sentence = h("p", { class: "tl-look", hidden: true });
-      this.problem = h("p", { class: "tl-banner", role: "alert", "data-problem": "", hidden: true });
+      const close = h("button", { "aria-label": "close", onclick: () => this._closeProblem() }, teachllm.icon("close"));
+      this.problemText = h("span");
+      this.problem = h("div", { class: "tl-banner", role: "alert", "data-problem": "", hidden: true }, this.problemText, close);
       this.sides = h("div", { class: "tl-sides" });
       this.nothing = h("p", { class: "tl-nothing", "data-nothing": "" });
       this.compare = new Comparison();
@@ -27,6 +33,9 @@
       const sized = new ResizeObserver(() => this._measure());
       const above = [this.bar, this.problem, this.sentence, this.compare.root, this.nothing];
       for (const node of [this.root, ...above]) sized.observe(node);
+      document.addEventListener("keydown", (event) => event.key === "Escape" && this._escape(event), true);
+      this.isWide = matchMedia("(min-width: 1200px)"); // as in live.css
+      this.isWide.addEventListener("change", () => this._drawSentence());
       this._poll();
     }
 
@@ -83,6 +92,7 @@
         send: (form) => this._sendFork(form),
       });
       this.fork.onopen = () => this._describeFork();
+      this.fork.onlost = (error) => this._say(error);
       this.whatIf = this._whatIfForm();
       this.title = h("span", { class: "tl-title", "data-title": "" });
       this.state = h("span", { class: "tl-busy", role: "status", "data-status": "" });
@@ -100,14 +110,14 @@
         name: "what_if",
         title: "What if",
         submit: "simulate",
-        note: "The real scheduler on a pretended H200: no model, no tokens, hundreds of requests.",
+        note: "The real scheduler on a pretended H200: no model, no tokens, hundreds of requests. Every fourth request is urgent, which counts with the policy priority.",
         fields: [
           number("requests", "requests"),
           number("rate", "arrive per second"),
-          number("prompt_min", "prompt from"),
-          number("prompt_max", "to tokens"),
-          number("output_min", "output from"),
-          number("output_max", "to tokens"),
+          number("prompt_min", "shortest prompt"),
+          number("prompt_max", "longest prompt"),
+          number("output_min", "shortest output"),
+          number("output_max", "longest output"),
           number("shared", "shared prefix"),
           { name: "model", label: "model", kind: "select", options: models.map((m) => [m, m]), value: defaults.model },
           number("block_size", "block size"),
@@ -142,7 +152,7 @@
       const text = step === null ? "Nothing has run yet: play or step first." : where;
       patch(this.fork.note, { text });
       this.fork.enable(step !== null && this.now.can_fork);
-      if (!this.now.can_fork) patch(this.fork.note, { text: "Without its beginning or its tokens, a trace gives nothing to go on from." });
+      if (!this.now.can_fork) patch(this.fork.note, { text: this.now.is_simulation ? SIMULATED : INCOMPLETE });
     }
 
     _sendFork(form) {
@@ -166,16 +176,26 @@
     _confirm(question) {
       return new Promise((resolve) => {
         const choose = (text, choice) => {
-          const onclick = () => {
-            patch(this.question, { hidden: true });
-            resolve(choice);
-          };
-          return h("button", { text, "data-choice": String(choice), onclick });
+          return h("button", { text, "data-choice": String(choice), onclick: () => this._answer(choice) });
+        };
+        this._answer = (choice) => {
+          this._answer = null;
+          patch(this.question, { hidden: true });
+          resolve(choice);
         };
         this.question.replaceChildren(h("span", { text: question }), choose("replace it", true), choose("keep it", false));
         patch(this.question, { hidden: false });
         this.question.querySelector("button").focus();
       });
+    }
+
+    // Keeps what another tab watches, or else closes the banner.
+    _escape(event) {
+      if (event.defaultPrevented || this.views.some(({ panels }) => panels.grown)) return;
+      if (this._answer) this._answer(false);
+      else if (!this.problem.hidden) this._closeProblem();
+      else return;
+      event.preventDefault();
     }
 
     async _drive(action, more) {
@@ -207,10 +227,9 @@
       lines.forEach((news, i) => {
         if (!news.length) return;
         this.cursors[i] += news.length;
-        this.views[i].push(news);
+        this.views[i].take(news);
       });
-      const [first, second] = this.views;
-      if (second && first.atBest && second.atBest && first.timeline.last >= 0) first.show(first.k);
+      if (lines.some((news) => news.length)) this.views[0].place.advance();
       if (status !== this.status) this._show(status, now);
     }
 
@@ -220,21 +239,22 @@
       this.generation = generation;
       this.cursors = Array(count).fill(0);
       patch(this.root, { "data-generation": String(generation), "data-sides": String(count) });
+      const place = placeOf(now);
       this.views = Array.from({ length: count }, (_, i) => {
         const title = h("h2", { class: "tl-side-title", text: now.titles[i] ?? "", hidden: count < 2 });
         const box = h("section", { class: "tl-side", "data-side": String(i) }, title);
         this.sides.append(box);
         const live = now.is_live ? this._controls(i, now) : null;
         const follows = now.follows && i === 0;
-        return teachllm.mount(box, { live, grows: true, follows, axis: now.axis, opensOnBest: Boolean(now.sides_done[i] && live) });
+        const fork = now.is_fork && i > 0 ? { forkedAt: now.since, workBefore: now.work_before } : null;
+        return teachllm.mount(box, { live, grows: true, follows, axis: now.axis, fork, place });
       });
-      if (count > 1) this.views.forEach((view) => this._link(view));
-      const scale = new teachllm.PoolScale();
+      const [pools, batches] = [new teachllm.PoolScale(), new teachllm.BatchScale(now.axis)];
       for (const view of this.views) {
-        scale.add(view.pool);
-        view.peers = this.views.filter((other) => other !== view);
+        pools.add(view.pool);
+        batches.add(view.batch);
       }
-      this.compare.watch(count > 1 ? this.views : [], now.since);
+      this.compare.watch(count > 1 ? this.views : [], now);
       this._measure();
     }
 
@@ -242,30 +262,13 @@
       const drive = (action, value) => this._ask(action, { side, value }).then((error) => error && this._say(error));
       return {
         playing: now.playing,
-        done: now.sides_done[side],
+        done: now.is_done,
+        sideDone: now.sides_done[side],
         play: () => drive("play"),
         pause: () => drive("pause"),
         step: () => drive("step"),
         abort: (id) => drive("abort", id),
         setSpeed: (speed) => drive("speed", speed),
-      };
-    }
-
-    // Going to a step in one view takes the others there, as far as they have it.
-    _link(view) {
-      const show = view.show.bind(view);
-      view.show = (k) => {
-        show(k);
-        if (this._linking) return;
-        this._linking = true;
-        const step = view.timeline.steps[view.k]?.step ?? 0;
-        for (const other of this.views) {
-          if (other === view || !other.timeline.steps.length) continue;
-          const last = other.timeline.last;
-          other.following = view.following;
-          other.show(view.following ? last : Math.min(step - other.timeline.steps[0].step, last));
-        }
-        this._linking = false;
       };
     }
 
@@ -281,18 +284,39 @@
       patch(this.nothing, { text: now.loading ? `${now.loading} …` : begin, hidden: this.views.length > 0 });
       patch(this.state, { text: now.loading ? `${now.loading} …` : idle, "data-loading": now.loading ? "" : null });
       patch(this.title, { text: now.title });
-      patch(this.sentence, { text: now.look_at, hidden: !now.look_at });
+      this._drawSentence();
       patch(this.drop, { hidden: !now.is_fork });
-      this._say(now.error ?? now.notice ?? "");
+      this._tell(now.error ?? now.notice ?? "");
       this.views.forEach((view, i) => {
         if (!view.live) return;
-        view.setLive({ playing: now.playing, done: now.sides_done[i] });
+        view.setLive({ playing: now.playing, done: now.is_done, sideDone: now.sides_done[i] });
         view.transport.showSpeed(now.speed);
       });
     }
 
+    // The sides of a narrow window are one above the other.
+    _drawSentence() {
+      const text = this.now.look_at ?? "";
+      const isStacked = this.views.length > 1 && !this.isWide.matches;
+      const told = isStacked ? text.replace(/\b(left|right)\b/gi, (word) => STACKED[word]) : text;
+      patch(this.sentence, { text: told, hidden: !told });
+    }
+
     _say(error) {
-      patch(this.problem, { text: error, hidden: !error });
+      this._closed = null;
+      this._tell(error);
+    }
+
+    // Until it is closed: the server goes on telling what it has told.
+    _tell(problem) {
+      if (problem !== this._closed) this._closed = null;
+      patch(this.problemText, { text: problem });
+      patch(this.problem, { hidden: !problem || problem === this._closed });
+    }
+
+    _closeProblem() {
+      this._closed = this.problemText.textContent;
+      this._tell(this._closed);
     }
 
     // The views' heights follow from what is left under the bar.
@@ -300,6 +324,12 @@
       const above = this.sides.getBoundingClientRect().top - this.root.getBoundingClientRect().top;
       patch(this.root, { "--tl-above": `${Math.round(above)}px` });
     }
+  }
+
+  // A run under way is followed, one that has ended opens at the step that shows its point, a fork where it was forked.
+  function placeOf({ is_fork: isFork, is_live: isLive, is_done: isDone, follows, since, show_at: showAt }) {
+    const whenDone = isFork ? since : (showAt ?? "best");
+    return new teachllm.Place({ following: (isLive && !isDone) || follows, opensAt: isLive && isDone ? whenDone : null });
   }
 
   function pause(milliseconds) {

@@ -29,9 +29,9 @@
     if (model.dtype) found.push(String(model.dtype).replace("torch.", ""));
     if (machine?.device) found.push(machine.device);
     found.push(`${format.count(numBlocks, "block")} of ${format.count(config.block_size, "token")}`);
-    found.push(`token budget ${config.max_num_batched_tokens}`);
+    if (config.max_num_batched_tokens) found.push(`token budget ${config.max_num_batched_tokens}`);
     if (config.max_num_seqs) found.push(`at most ${format.count(config.max_num_seqs, "request")} at once`);
-    found.push(`policy ${config.scheduling_policy}`);
+    if (config.scheduling_policy) found.push(`policy ${config.scheduling_policy}`);
     if (config.enable_chunked_prefill === false) found.push("no chunked prefill");
     if (config.enable_prefix_caching === false) found.push("no prefix caching");
     return found;

@@ -7,16 +7,16 @@
   const { h, patch, list, format } = teachllm;
   const GUTTER = 84; // pixels for the labels of rows
   const HEADER = 16; // pixels for the axis
+  const MOST_TOLD = 100; // waiting requests in the list for those who listen
 
   class Batch {
     constructor(context, axis) {
       this.context = context;
-      this.axis = axis;
-      this.cellWidth = 22;
       this.rowHeight = 18;
       this.rows = []; // of requests that are alive somewhere in the window
       this._scroll = { left: 0, top: 0 };
       this._content = [0, 0]; // width and height of all that can be scrolled through
+      new BatchScale(axis).add(this);
       this._build();
       this.painter = new teachllm.BatchPainter(this, this.plot, this.gutter, { GUTTER, HEADER });
       this._listen();
@@ -25,6 +25,7 @@
     draw({ k, line, state, timeline }) {
       this.k = k;
       if (!this.height) this._resize();
+      patch(this.drafts, { hidden: !timeline.header.config.speculative_config });
       this._measure(timeline);
       this._follow();
       this._choose(state);
@@ -45,8 +46,8 @@
     span(k) {
       if (this.axis === "steps") return [k * this.cellWidth, this.cellWidth];
       const [begin, end] = this.context.timeline.spanOf(k);
-      const scale = this._pixelsPerSecond();
-      return [begin * scale, Math.max((end - begin) * scale, 1)];
+      const scale = this.scale.pixelsPerSecond;
+      return [(begin - this.context.timeline.workBefore) * scale, Math.max((end - begin) * scale, 1)];
     }
 
     // First and last step between two places.
@@ -54,27 +55,22 @@
       const { timeline } = this.context;
       const clamp = (k) => Math.max(0, Math.min(k, timeline.last));
       if (this.axis === "steps") return [left, right].map((x) => clamp(Math.floor(x / this.cellWidth)));
-      const at = (x) => timeline.stepAtWork(x / this._pixelsPerSecond());
+      const at = (x) => timeline.stepAtWork(timeline.workBefore + x / this.scale.pixelsPerSecond);
       return timeline.last < 0 ? [0, -1] : [clamp(at(left)), clamp(at(right) + 1)];
     }
 
-    _pixelsPerSecond() {
-      const { steps } = this.context.timeline;
-      const n = steps.length;
-      if (!this._scaleFor || (n !== this._scaleFor && (n < 16 || n > 1.3 * this._scaleFor))) {
-        // Half of the steps are shorter than the median: that one is as wide as a cell.
-        const sample = steps.filter((_, i) => i % Math.ceil(n / 500) === 0).map((step) => step.end - step.time);
-        sample.sort((a, b) => a - b);
-        this._median = sample[sample.length >> 1] || 1e-3;
-        this._scaleFor = n;
-      }
-      return this.cellWidth / this._median;
+    get axis() {
+      return this.scale.axis;
+    }
+
+    get cellWidth() {
+      return this.scale.cellWidth;
     }
 
     _build() {
       const axis = h("div", { class: "tl-switch", role: "group", "aria-label": "Time axis" });
       for (const name of ["steps", "ms"]) {
-        const button = h("button", { text: name, "data-axis": name, onclick: () => this._setAxis(name) });
+        const button = h("button", { text: name, "data-axis": name, onclick: () => this.scale.set({ axis: name }) });
         axis.append(patch(button, { "aria-pressed": String(name === this.axis) }));
       }
       const zoom = (text, label, factor) =>
@@ -83,11 +79,12 @@
       const legend = teachllm.legend([
         ["prefill", "prefill"],
         ["decode", "decode"],
-        ["draft", "draft"],
+        ["draft", "2/4: accepted of drafted"],
         ["preempt", "preempted"],
         ["wait", "waiting"],
         ["held", "held"],
       ]);
+      this.drafts = legend.querySelector(".tl-draft").parentElement;
       this.root = this.context.panel("batch", "Batch timeline", legend, axis, zooms);
       this.plot = h("canvas", { "aria-hidden": "true" });
       this.gutter = h("canvas", { "aria-hidden": "true", class: "tl-gutter" });
@@ -121,21 +118,28 @@
 
     // The rows of the window; of those, the first that is alive in this step comes into sight when it changes.
     _choose(state) {
-      const { timeline } = this.context;
+      const { timeline, peers } = this.context;
       const [first, last] = this.between(this._scroll.left, this._scroll.left + this.width - GUTTER);
       const end = last >= timeline.last ? Infinity : last; // who has just arrived has no cell yet
       this.window = [first, end];
-      const { peers } = this.context; // they show the same requests
-      this.rows = [...timeline.rows.values()].filter(
-        (row) => this.covers(row.id) || peers.some((peer) => peer.batch.covers(row.id)),
-      );
-      this.rowHeight = Math.max(13, Math.min(Math.floor((this.height - HEADER) / Math.max(this.rows.length, 1)), 20));
-      this._content[1] = HEADER + this.rows.length * this.rowHeight;
-      patch(this.spacer, { "--height": `${this._content[1]}px` });
+      this._fillRows();
+      for (const { batch } of peers) if (batch.window) batch._fillRows();
       if (!state) return;
       const top = this.rows.findIndex((row) => state.live.has(row.id));
       if (top >= 0 && this.rows[top] !== this._top) this._scrollTo(null, top * this.rowHeight);
       this._top = this.rows[top];
+    }
+
+    // Those that are alive in its window or in that of another side, so that all sides have the same.
+    _fillRows() {
+      const { timeline, peers } = this.context;
+      const isShown = ({ id }) => this.covers(id) || peers.some((peer) => peer.batch.covers(id));
+      const rows = [...timeline.rows.values()].filter(isShown);
+      if (this.rows.length !== rows.length || rows.some((row, i) => row !== this.rows[i])) this.painter.request();
+      this.rows = rows;
+      this.rowHeight = Math.max(13, Math.min(Math.floor((this.height - HEADER) / Math.max(this.rows.length, 1)), 20));
+      this._content[1] = HEADER + this.rows.length * this.rowHeight;
+      patch(this.spacer, { "--height": `${this._content[1]}px` });
     }
 
     // Whether a request is alive in the window.
@@ -146,6 +150,7 @@
 
     print() {
       this.painter.paint();
+      this.painter.join();
     }
 
     _scrollTo(left, top) {
@@ -177,6 +182,7 @@
     }
 
     _resize() {
+      if (this.context.isOnPaper) return;
       this.width = this.body.clientWidth;
       this.height = this.body.clientHeight;
       if (this.width) this.painter.resize(this.width, this.height);
@@ -235,21 +241,21 @@
       else if (row) this.context.select(row.id);
     }
 
-    _setAxis(axis) {
-      this.axis = axis;
+    // The scale is another one.
+    rescale() {
       for (const button of this.root.querySelectorAll("[data-axis]")) {
-        patch(button, { "aria-pressed": String(button.dataset.axis === axis) });
+        patch(button, { "aria-pressed": String(button.dataset.axis === this.axis) });
       }
       this.context.redraw(this);
     }
 
     _zoom(factor) {
-      this.cellWidth = Math.max(5, Math.min(this.cellWidth * factor, 60));
-      this.context.redraw(this);
+      this.scale.set({ cellWidth: Math.max(5, Math.min(this.cellWidth * factor, 60)) });
     }
 
     _tell(line, state) {
-      const waiting = [...state.live].filter((id) => state.requests.get(id).status !== "running");
+      const all = [...state.live].filter((id) => state.requests.get(id).status !== "running");
+      const waiting = all.slice(0, MOST_TOLD);
       const scheduled = line ? line.scheduled : [];
       patch(this.told, { "data-timeline-step": line ? String(line.step) : null });
       const entries = [...scheduled.map((each) => [each.request_id, each]), ...waiting.map((id) => [id, null])];
@@ -273,5 +279,36 @@
     }
   }
 
-  Object.assign(teachllm, { Batch });
+  // How wide a step is: the same in all timelines that are compared, so that equal times have equal widths.
+  class BatchScale {
+    constructor(axis) {
+      Object.assign(this, { axis, cellWidth: 22, batches: [] });
+    }
+
+    add(batch) {
+      this.batches.push(batch);
+      batch.scale = this;
+    }
+
+    // Another axis or width of a cell.
+    set(given) {
+      Object.assign(this, given);
+      for (const batch of this.batches) batch.rescale();
+    }
+
+    // Half of the steps are shorter than the median: that one is as wide as a cell.
+    get pixelsPerSecond() {
+      const all = this.batches.map((batch) => batch.context.timeline.steps);
+      const n = all.reduce((sum, steps) => sum + steps.length, 0);
+      if (!this._for || (n !== this._for && (n < 16 || n > 1.3 * this._for))) {
+        const stride = Math.ceil(n / 500);
+        const sample = all.flatMap((steps) => steps.filter((_, i) => i % stride === 0)).map((step) => step.end - step.time);
+        sample.sort((a, b) => a - b);
+        Object.assign(this, { _for: n, _median: sample[sample.length >> 1] || 1e-3 });
+      }
+      return this.cellWidth / this._median;
+    }
+  }
+
+  Object.assign(teachllm, { Batch, BatchScale });
 })();

@@ -63,6 +63,11 @@
       this._paintGutter(rows, r0, top);
     }
 
+    // Puts the labels of the rows into the picture itself, which is scaled to the paper.
+    join() {
+      if (this.width) this.plot.drawImage(this.gutter.canvas, 0, 0, this.GUTTER, this.height);
+    }
+
     _clear() {
       const { plot, batch } = this;
       plot.globalAlpha = 1;
@@ -81,7 +86,7 @@
       plot.fillStyle = colors.muted;
       plot.font = `10px ${FONT}`;
       plot.textAlign = "left";
-      let free = -Infinity;
+      let free = left; // nothing begins under the labels of the rows
       for (let k = k0; k <= k1; k++) {
         const step = timeline.steps[k];
         const round = batch.axis === "ms" || step.step % 5 === 0 || batch.cellWidth > 30;
@@ -131,15 +136,26 @@
       plot.globalAlpha = faded * (solid ? 1 : 0.38);
       plot.fillRect(x + 0.5, y + 1, Math.max(w - 1, 0.7), h - 2);
       if (scheduled.num_draft) this._paintDrafts(scheduled, color, { x, y, w, h, faded });
+      plot.globalAlpha = faded;
+      plot.fillStyle = teachllm.edgeOf(color, batch.context.colors.panel);
+      plot.fillRect(x + 0.5, y + h - 2, Math.max(w - 1, 0.7), 1);
       if (cell.preempted) this._paintPreempted({ x, y, w: 3, h, faded });
       const drafts = `${scheduled.num_accepted}/${scheduled.num_draft}`;
       const texts = scheduled.num_draft ? [`+${drafts}`, drafts] : [String(scheduled.num_tokens)];
       const text = texts.find((longest) => w >= 5 + 5 * longest.length);
       if (h < 9 || !text) return;
       plot.globalAlpha = faded;
-      plot.fillStyle = solid ? color.ink : ink;
       plot.textAlign = "center";
+      const isHatched = scheduled.num_draft > scheduled.num_accepted;
+      if (isHatched) this._paintGround(x + w / 2, y + h / 2, plot.measureText(text).width + 2);
+      plot.fillStyle = !isHatched && (solid || scheduled.num_draft) ? color.ink : ink;
       plot.fillText(text, x + w / 2, y + h / 2 + 0.5);
+    }
+
+    // So that no hatching strikes a text through.
+    _paintGround(x, y, width) {
+      this.plot.fillStyle = this.batch.context.colors.panel;
+      this.plot.fillRect(x - width / 2, y - 5, width, 10);
     }
 
     // From the bottom: the accepted ones solid, above them the rejected ones hatched.
@@ -265,11 +281,12 @@
     if (!cell.scheduled) return { title, data, facts: [["status", cell.kind], [cell.kind === "running" ? "got nothing" : "waits", cell.words]] };
     const { start, num_tokens: n, num_draft: planned, num_accepted: accepted, text } = cell.scheduled;
     const { num_proposed: drafts = planned, next_draft: next } = cell.scheduled;
-    const computes = `${format.count(n, "token")}: ${start}${n > 1 ? ` to ${start + n - 1}` : ""}`;
+    const at = n > 1 ? `at positions ${start} to ${start + n - 1}` : `at position ${start}`;
+    const computes = `${format.count(n, "token")}, ${at}`;
     const facts = [["phase", cell.scheduled.phase], ["computes", computes]];
     if (drafts) facts.push(["drafts", `${accepted} of ${drafts} accepted`]);
     if (next) facts.push(["drafts next", `${next[0]}: ${next[1]}`]);
-    if (text) facts.push(["samples", format.oneLine(text.join(""))]);
+    if (text) facts.push(["samples", format.oneLine(text.join("")) || "part of a character"]);
     if (cell.preempted) facts.push(["preempted", "since the step before, and admitted again"]);
     if (k === row.last) facts.push(["ends", row.ended]);
     return { title, facts, data };

@@ -132,7 +132,8 @@
     if (request.wait) facts.push(["waits", request.wait[1]]);
     const cached = request.num_cached_tokens ? `, ${request.num_cached_tokens} found in the cache` : "";
     facts.push(["prompt", `${format.count(arrival.num_prompt_tokens, "token")}${cached}`]);
-    facts.push(["output", `${request.num_output_tokens} of at most ${arrival.max_len - arrival.num_prompt_tokens}`]);
+    const most = arrival.max_len === undefined ? "" : ` of at most ${arrival.max_len - arrival.num_prompt_tokens}`;
+    facts.push(["output", `${request.num_output_tokens}${most}`]);
     facts.push(["computed", `${request.num_computed_tokens} of ${request.numKnownTokens} known`]);
     facts.push(["blocks", request.table.length ? `${request.table.length}: ${shorten(request.table)}` : "none"]);
     const [first] = request.token_times;
@@ -141,7 +142,7 @@
       const itl = (request.token_times.at(-1) - first) / (request.token_times.length - 1);
       facts.push(["mean ITL", format.seconds(itl)]);
     }
-    if (arrival.priority) facts.push(["priority", String(arrival.priority)]);
+    if (timeline.header.config.scheduling_policy === "priority") facts.push(["priority", String(arrival.priority ?? 0)]);
     if (request.num_preemptions) facts.push(["preempted", format.count(request.num_preemptions, "time")]);
     return { title: `${label} · ${id}`, facts, data };
   }

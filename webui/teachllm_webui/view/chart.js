@@ -21,9 +21,10 @@
       this.plot.addEventListener("pointerleave", () => patch(this.reading, { text: "" }));
     }
 
-    // points: [{ time, value, id? }]; of: a point's colour and, if it has one, its label
-    draw(points, seconds, colors, of = () => ({ css: colors.accent })) {
-      Object.assign(this, { points, seconds, colors, of });
+    // points: [{ time, value, id? }]; range: the axes' ends, { seconds, top }; of: a point's colour and, if it has one,
+    // its label
+    draw(points, { seconds, top }, colors, of = () => ({ css: colors.accent })) {
+      Object.assign(this, { points, seconds, top: ceiling(top), colors, of });
       const [width, height] = [this.plot.clientWidth, this.plot.clientHeight];
       if (!width || !height) return;
       Object.assign(this, { width, height });
@@ -32,7 +33,6 @@
       Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
       const paper = (this.paper = this.canvas.getContext("2d"));
       paper.scale(ratio, ratio);
-      this.top = ceiling(points.reduce((most, { value }) => Math.max(most, value), 0));
       this._drawAxes();
       if (this.shape === "points") this._drawPoints();
       else this._drawLine();

@@ -1,27 +1,30 @@
 // What a run has come to at any of its steps, in figures: for two timelines, what the same requests cost under two settings.
 // Sums are kept for each step, so that a look back costs nothing and the figures are those of the step shown.
 //
-// Only what comes after a step counts (`since`): where a fork parts from its original. A request that waits for its first
-// token counts with what it has waited so far, so a mean is then a least value.
+// Of a fork and its original only what comes after the fork counts (`since`): the first tokens that come then, each from
+// when its request really arrived, and the pauses that end then, each from the token before it. A request that waits for
+// its first token counts with what it has waited so far, so a mean is then a least value.
 "use strict";
 (() => {
   const teachllm = (globalThis.teachllm ??= {});
 
   class Figures {
-    constructor(since = -1) {
-      this.since = since; // the number of a step line
+    // since: the number of a step line; original: of a fork, the figures of the other side
+    constructor(since = -1, original = null) {
+      Object.assign(this, { since, original });
       this._sums = []; // for each step
       this._arrived = new Map(); // id -> { time, step } of those without a token
-      this._from = -Infinity; // when it began to count
+      this._arrivedAt = new Map(); // id -> step, up to `since`, for those of the fork
       this._counts = false;
       this._numLines = 0;
       this._sum = { requests: 0, finished: 0, firsts: 0, ttft: 0, ttftSteps: 0, longest: null };
       Object.assign(this._sum, { wasted: 0, withBlocks: 0, preemptions: 0, mostTokens: 0 });
-      this._waiting = { time: 0, step: 0 }; // sums over those without a token, from when they count
+      this._waiting = { time: 0, step: 0 }; // sums over those without a token
     }
 
-    // Takes the lines that it has not seen.
+    // Takes the lines that it has not seen; a fork's when the original's are known up to it.
     extend(timeline) {
+      if (this.original && !(this.original._stepNumber >= this.since)) return;
       while (this._numLines < timeline.lines.length) {
         const line = timeline.lines[this._numLines++];
         if (line.event === "arrival") this._arrive(line);
@@ -50,10 +53,11 @@
     _arrive({ request_id: id, time }) {
       this._sum.requests += 1;
       this._leave(id);
-      const arrived = { time, step: this._stepNumber ?? -1 };
-      this._arrived.set(id, arrived);
-      this._waiting.time += arrived.time;
-      this._waiting.step += arrived.step;
+      const step = this._stepNumber ?? this.original?._arrivedAt.get(id) ?? -1;
+      if (step <= this.since) this._arrivedAt.set(id, step);
+      this._arrived.set(id, { time, step });
+      this._waiting.time += time;
+      this._waiting.step += step;
     }
 
     // It waits for its first token no more.
@@ -65,21 +69,14 @@
       this._waiting.step -= arrived.step;
     }
 
-    // From here on everything counts, and those who wait do so from here on.
-    _begin() {
-      this._counts = true;
-      this._waiting = { time: 0, step: 0 };
-      for (const arrived of this._arrived.values()) {
-        arrived.time = Math.max(arrived.time, this._from);
-        arrived.step = Math.max(arrived.step, this.since);
-        this._waiting.time += arrived.time;
-        this._waiting.step += arrived.step;
-      }
-    }
-
-    _fork({ time, step, requests }) {
+    // Those that had ended before are not in the fork's trace.
+    _fork({ step, requests }) {
       this._stepNumber = step;
-      this._from = time;
+      const before = this.original?._atFork;
+      if (before) {
+        this._sum.finished += before.finished;
+        this._sum.requests = before.requests;
+      }
       for (const { request_id: id, token_times: times } of requests) {
         if (times.length) this._leave(id);
       }
@@ -93,8 +90,7 @@
     _step(line, timeline) {
       const sum = this._sum;
       const [given, waste] = [timeline.given[this._sums.length], timeline.waste[this._sums.length]];
-      if (line.step > this.since && !this._counts) this._begin();
-      if (!this._counts) this._from = line.end;
+      this._counts = line.step > this.since;
       this._stepNumber = line.step;
       for (const { id, before } of given) this._give(id, before, line);
       for (const id of Object.keys(line.finished)) this._end(id);
@@ -110,6 +106,7 @@
       const waited = waiting * line.end - this._waiting.time;
       const waitedSteps = waiting * line.step - this._waiting.step;
       this._sums.push({ ...sum, step: line.step, waiting, waited, waitedSteps });
+      if (line.step === this.since) this._atFork = { ...sum };
     }
 
     // A request gets tokens; `before` is when it got its last one, null if these are its first.
@@ -120,7 +117,7 @@
         sum.ttft += line.end - arrived.time;
         sum.ttftSteps += line.step - arrived.step;
       } else if (this._counts && before !== null) {
-        sum.longest = Math.max(sum.longest ?? 0, line.end - Math.max(before, this._from));
+        sum.longest = Math.max(sum.longest ?? 0, line.end - before);
       }
       this._leave(id);
     }

@@ -17,6 +17,12 @@
     return Math.abs(x) >= 10000 ? Number(significant(x)).toLocaleString("en-US") : significant(x);
   }
 
+  // A number and its noun; a mean is rounded, a count is not.
+  function count(n, one, many = one + "s") {
+    const text = Number.isInteger(n) ? String(n) : plain(n);
+    return `${text} ${text === "1" ? one : many}`;
+  }
+
   const LARGE = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]];
   const SMALL = [[1, ""], [1e-3, "m"], [1e-6, "µ"]];
 
@@ -26,7 +32,7 @@
     bytes: (x) => scaled(x, "B", LARGE),
     flops: (x) => scaled(x, "FLOP", LARGE),
     percent: (x) => `${Math.round(100 * x)} %`,
-    count: (n, one, many = one + "s") => `${n} ${n === 1 ? one : many}`,
+    count,
     hash: (hash) => hash.slice(0, 8),
     // One line of text: what would break it is shown.
     oneLine: (text) => text.replace(/\n/g, "↵").replace(/\t/g, "⇥"),

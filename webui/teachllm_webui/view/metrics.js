@@ -56,17 +56,32 @@
       if (!this.body.clientWidth) return;
       const { series, context } = this;
       [this._drawn, this._drawnAt, this._colors] = [series.length, performance.now(), context.colors.key];
-      const seconds = Math.max(series.time.at(-1) ?? 1, 1e-3);
+      const { ranges, key } = this._ranges();
       const request = ({ id }) => context.timeline.palette.of(id);
       for (const { name, chart } of this.charts) {
-        chart.draw(series.points(name), seconds, context.colors, name === "ttft" ? request : undefined);
+        chart.draw(series.points(name), ranges[name], context.colors, name === "ttft" ? request : undefined);
       }
       patch(this.body, { "data-drawn": String(this._drawn) });
       this._moveCursor();
+      this._rangesKey = key;
+      for (const { metrics } of context.peers) {
+        if (!metrics._drawn || metrics._rangesKey === key) continue;
+        metrics._drawn = -1; // it is to be drawn again, as soon as it is in sight
+        metrics._refresh();
+      }
+    }
+
+    // The ends of the axes of each chart: the same on all sides.
+    _ranges() {
+      const all = [this.context, ...this.context.peers].map(({ metrics }) => metrics.series);
+      const seconds = Math.max(...all.map(({ time }) => time.at(-1) ?? 1e-3));
+      const top = (name) => Math.max(0, ...all.map((series) => series.most(name)));
+      const ranges = Object.fromEntries(CHARTS.map(([name]) => [name, { seconds, top: top(name) }]));
+      return { ranges, key: JSON.stringify(ranges) };
     }
 
     _moveCursor() {
-      const time = this.k >= 0 && this._drawn ? this.series.time[Math.min(this.k, this._drawn - 1)] : null;
+      const time = this.k >= 0 && this._drawn > 0 ? this.series.time[Math.min(this.k, this._drawn - 1)] : null;
       for (const { chart } of this.charts) chart.mark(time);
     }
   }

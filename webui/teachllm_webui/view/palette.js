@@ -9,6 +9,7 @@
     [86, 180, 233], [230, 159, 0], [0, 158, 115], [204, 121, 167], [0, 114, 178], [213, 94, 0],
     [240, 228, 66], [122, 111, 208], [68, 170, 153], [162, 57, 107], [153, 153, 51], [201, 166, 107],
   ];
+  const [DARK, LIGHT] = ["rgb(11, 13, 16)", "rgb(255, 255, 255)"]; // of letters
   const SHADES = [null, [255, 255, 255], [0, 0, 0]];
 
   function mix([r, g, b], [x, y, z], share) {
@@ -21,10 +22,15 @@
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   }
 
+  // Red, green and blue of "rgb(1, 2, 3)", as a computed style has it.
+  function components(css) {
+    return css.match(/\d+/g).slice(0, 3).map(Number);
+  }
+
   function color(index) {
     const shade = SHADES[Math.floor(index / BASE.length) % SHADES.length];
     const rgb = shade ? mix(BASE[index % BASE.length], shade, 0.35) : BASE[index % BASE.length];
-    return { css: `rgb(${rgb})`, ink: luminance(rgb) > 0.2 ? "#0b0d10" : "#ffffff", rgb };
+    return { css: `rgb(${rgb})`, ink: luminance(rgb) > 0.2 ? DARK : LIGHT, rgb };
   }
 
   function letters(index) {
@@ -37,7 +43,26 @@
 
   function planColor(step) {
     const rgb = PLANS[step % PLANS.length];
-    return { css: `rgb(${rgb})`, ink: luminance(rgb) > 0.2 ? "#0b0d10" : "#ffffff" };
+    return { css: `rgb(${rgb})`, ink: luminance(rgb) > 0.2 ? DARK : LIGHT };
+  }
+
+  const isLight = (css) => luminance(components(css)) > 0.2;
+
+  const EDGE = 3; // WCAG's least contrast of what is no text
+  const edges = new Map();
+
+  // A request's colour as a line on a surface, darker or lighter as far as that needs it to be seen.
+  function edgeOf({ rgb }, surface) {
+    const key = `${rgb}|${surface}`;
+    if (!edges.has(key)) {
+      const under = luminance(components(surface));
+      const end = under > 0.2 ? [0, 0, 0] : [255, 255, 255];
+      const contrast = (line) => (Math.max(line, under) + 0.05) / (Math.min(line, under) + 0.05);
+      let share = 0;
+      while (contrast(luminance(mix(rgb, end, share))) < EDGE) share += 0.05;
+      edges.set(key, `rgb(${mix(rgb, end, share)})`);
+    }
+    return edges.get(key);
   }
 
   class Palette {
@@ -54,14 +79,14 @@
       let letter = group === null ? null : this._groups.get(group);
       if (!letter) letter = letters(this._numLabels++);
       if (group !== null) this._groups.set(group, letter);
-      const label = group === null ? letter : letter + arrival.child_index;
+      const label = group === null ? letter : letter + (arrival.child_index ?? 0);
       this._entries.set(arrival.request_id, { label, ...color(this._entries.size) });
     }
 
     of(id) {
-      return this._entries.get(id) ?? { label: "?", css: "#888888", ink: "#ffffff", rgb: [136, 136, 136] };
+      return this._entries.get(id) ?? { label: "?", css: "#888888", ink: DARK, rgb: [136, 136, 136] };
     }
   }
 
-  Object.assign(teachllm, { Palette, planColor });
+  Object.assign(teachllm, { Palette, planColor, edgeOf, isLight });
 })();

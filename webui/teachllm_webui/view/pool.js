@@ -20,6 +20,8 @@
         ["shared", "shared"],
         ["cached", "free, cached"],
         ["free", "free"],
+        ["taken", "just taken"],
+        ["found", "just found in the cache"],
       ]);
       this.root = context.panel("pool", "Block pool", this.summary);
       const canvas = h("canvas", { "aria-hidden": "true" });
@@ -137,7 +139,7 @@
 
     // Also after another pool of the same scale has changed.
     fit() {
-      const size = this.scale.sizeOf(this);
+      const size = this.context.isOnPaper ? null : this.scale.sizeOf(this);
       if (size === null) return;
       const { clientWidth: width } = this.body;
       const n = this.cells.length;

@@ -50,6 +50,7 @@
       else if (look.state === "cached") this._ghost(x, y, look.ghost, alpha);
       else this._filled(x, y, look, alpha);
       paper.globalAlpha = alpha;
+      if (look.owners.length) this._outline(x, y, teachllm.edgeOf(look.owners[0], colors.panel));
       this._mark(x, y, look.event, colors);
       this._write(x, y, id, look, colors);
     }
@@ -60,23 +61,27 @@
       paper.roundRect(x + 0.5, y + 0.5, size - 1, size - 1, 3);
       paper.fillStyle = fill;
       paper.fill();
-      paper.strokeStyle = edge;
-      paper.lineWidth = 1;
-      paper.stroke();
+      this._outline(x, y, edge);
     }
 
     _ghost(x, y, owner, alpha) {
       const { paper } = this;
       paper.globalAlpha = alpha * 0.14;
       this._round(x, y, owner.css);
-      paper.globalAlpha = alpha * 0.8;
+      paper.globalAlpha = alpha;
       paper.setLineDash([3, 2]);
-      paper.strokeStyle = owner.css;
-      paper.lineWidth = 1;
-      paper.beginPath();
-      paper.roundRect(x + 0.5, y + 0.5, this.size - 1, this.size - 1, 3);
-      paper.stroke();
+      this._outline(x, y, teachllm.edgeOf(owner, this.context.colors.panel));
       paper.setLineDash([]);
+    }
+
+    _outline(x, y, edge) {
+      const { paper, size } = this;
+      paper.strokeStyle = edge;
+      paper.lineWidth = 1;
+      const [left, top] = [Math.round(x), Math.round(y)]; // a line of whole pixels
+      paper.beginPath();
+      paper.roundRect(left + 0.5, top + 0.5, Math.round(x + size) - left - 1, Math.round(y + size) - top - 1, 3);
+      paper.stroke();
     }
 
     // Pale where slots are empty, full of colour up to the level.
@@ -133,12 +138,17 @@
     _write(x, y, id, { state, owners, level, label }, colors) {
       const { paper, size } = this;
       const large = size >= 40;
-      const ink = owners.length === 1 && level > 0.55 ? owners[0].ink : colors.ink;
+      const height = large ? 16 : size * 0.72; // of the label
+      const fill = level * size - size / 2;
+      const [isOn, crosses] = [owners.length === 1 && fill > -height / 2, Math.abs(fill) < height / 2];
+      // Half on the fill and half above it, only one ink can be read on both.
+      const isTorn = isOn && crosses && teachllm.isLight(owners[0].ink) !== teachllm.isLight(colors.ink);
+      const ink = isOn && !isTorn ? owners[0].ink : colors.ink;
       paper.textAlign = "center";
       if (label) {
         paper.font = `${state === "cached" ? 400 : 650} ${large ? 13 : Math.min(11, size * 0.56)}px ${FONT}`;
-        const plate = [paper.measureText(label).width + 4, large ? 16 : size * 0.72];
-        if (owners.length > 1) this._plate(x + size / 2, y + size / 2, ...plate);
+        const isOnPlate = owners.length > 1 || isTorn;
+        if (isOnPlate) this._plate(x + size / 2, y + size / 2, paper.measureText(label).width + 4, height);
         paper.fillStyle = ink;
         paper.fillText(label, x + size / 2, y + size / 2 + 0.5);
       }
@@ -146,8 +156,10 @@
       paper.font = `9px ${FONT}`;
       const width = paper.measureText(String(id)).width;
       const isHalf = level * size > 3 && level * size <= 16;
-      if (owners.length > 1 || isHalf) this._plate(x + size - 5 - width / 2, y + size - 8, width + 4, 11);
-      paper.fillStyle = owners.length === 1 && level * size > 16 ? owners[0].ink : colors.muted;
+      const isOnPlate = owners.length > 1 || isHalf;
+      if (isOnPlate) this._plate(x + size - 5 - width / 2, y + size - 8, width + 4, 11);
+      const isFull = owners.length === 1 && level * size > 16;
+      paper.fillStyle = isFull ? owners[0].ink : isOnPlate || state === "free" ? colors.muted : colors.ink;
       paper.fillText(String(id), x + size - 5 - width / 2, y + size - 7.5);
     }
 

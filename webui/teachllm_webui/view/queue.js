@@ -3,6 +3,7 @@
 (() => {
   const teachllm = (globalThis.teachllm ??= {});
   const { h, patch, list, format } = teachllm;
+  const MOST = 100; // rows: thousands would take longer than a step, and are not read
 
   class Queue {
     constructor(context) {
@@ -11,22 +12,27 @@
       this.rows = h("ol", { class: "tl-queue", "aria-label": "Waiting requests" });
       this.empty = h("p", { class: "tl-empty", text: "No request waits." });
       this.root = context.panel("queue", "Queue", this.summary);
-      this.root.append(h("div", { class: "tl-scroll" }, this.empty, this.rows));
+      this.more = h("p", { class: "tl-empty", "data-more": "" });
+      this.root.append(h("div", { class: "tl-scroll" }, this.empty, this.rows, this.more));
       context.linkRequests(this.rows);
     }
 
     draw({ state, timeline }) {
-      const waiting = inOrder(state, timeline.header.config.scheduling_policy);
+      const policy = timeline.header.config.scheduling_policy;
+      const counts = policy === "priority"; // else priorities change nothing
+      const waiting = inOrder(state, policy);
       patch(this.summary, { text: waiting.length ? `${waiting.length} waiting` : "" });
       patch(this.empty, { hidden: waiting.length > 0 });
-      list(this.rows, waiting, {
+      const numHidden = waiting.length - MOST;
+      patch(this.more, { text: `and ${format.count(numHidden, "request")} after these`, hidden: numHidden <= 0 });
+      list(this.rows, waiting.slice(0, MOST), {
         key: (request) => request.arrival.request_id,
         create: (request) => this._row(request.arrival.request_id),
         update: (row, request) => {
           const [reason, words] = request.wait ?? ["arrived", "has just arrived"];
           patch(row, { "data-reason": reason, "data-status": request.status });
-          const { priority } = request.arrival;
-          patch(row._words, { text: words + (priority ? ` (priority ${priority})` : "") });
+          const { priority = 0 } = request.arrival;
+          patch(row._words, { text: words + (counts ? ` (priority ${priority})` : "") });
           if (row._abort) patch(row._abort, { hidden: !this.context.canAbort(request.arrival.request_id) });
           patch(row._tag, { hidden: request.status !== "preempted" || reason === "preempted" });
         },

@@ -21,6 +21,7 @@
       this._seen = new Set(); // admitted before
       this._sampled = []; // of each step
       this._window = { first: 0, sum: 0 };
+      this._begin = 0; // seconds of work before the first step, of a fork
       this._cached = 0;
       this._prompt = 0;
     }
@@ -36,6 +37,10 @@
       return points.filter(({ value }) => value !== null);
     }
 
+    most(name) {
+      return this.points(name).reduce((most, { value }) => Math.max(most, value), 0);
+    }
+
     // Takes the steps that it has not seen. A fork's requests were admitted before its first.
     extend(timeline) {
       if (!this.length && timeline.steps.length) {
@@ -49,6 +54,7 @@
     _step(k, timeline) {
       const line = timeline.steps[k];
       const time = timeline.work[k];
+      this._begin = timeline.workBefore;
       const gaps = [];
       let sampled = 0;
       for (const { request_id: id, start } of line.scheduled) {
@@ -75,7 +81,7 @@
       const window = this._window;
       window.sum += sampled;
       while (this.time[window.first] < time - WINDOW) window.sum -= this._sampled[window.first++];
-      return window.sum / Math.min(WINDOW, Math.max(time, 1e-3));
+      return window.sum / Math.min(WINDOW, Math.max(time - this._begin, 1e-3));
     }
   }
 

@@ -58,8 +58,9 @@
       const of = (phase) => scheduled.filter((request) => request.phase === phase);
       const tokens = (requests) => requests.reduce((sum, request) => sum + request.num_tokens, 0);
       const parts = ["prefill", "decode"].map((phase) => `${tokens(of(phase))} ${phase}`);
-      const text = `${used} of ${budget} tokens · ${parts.join(", ")}`;
-      patch(this.budgetText, { text, "data-used": String(used), "data-budget": String(budget) });
+      const ofAll = budget ? `${used} of ${budget} tokens` : format.count(used, "token");
+      const text = `${ofAll} · ${parts.join(", ")}`;
+      patch(this.budgetText, { text, "data-used": String(used), "data-budget": String(budget ?? "") });
       patch(this.budget, { "aria-label": text });
       list(this.budget, scheduled, {
         key: (request) => request.request_id,
@@ -68,7 +69,7 @@
           return h("span", { "data-request": request.request_id, "--fill": css, "--ink": ink });
         },
         update: (part, request) => {
-          const width = request.num_tokens / budget;
+          const width = request.num_tokens / (budget || Math.max(used, 1));
           const { label } = palette.of(request.request_id);
           const text = width > 0.1 ? `${label} ${request.num_tokens}` : width > 0.045 ? label : "";
           const numTokens = String(request.num_tokens);

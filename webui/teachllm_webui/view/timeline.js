@@ -34,7 +34,9 @@
   }
 
   class Timeline {
-    constructor(lines = []) {
+    // Of a fork: the step after which it begins, and the original's seconds of work up to there.
+    constructor(lines = [], { forkedAt = null, workBefore = 0 } = {}) {
+      Object.assign(this, { forkedAt, workBefore });
       this.header = null;
       this.lines = [];
       this.steps = []; // step lines
@@ -59,6 +61,16 @@
 
     get last() {
       return this.steps.length - 1;
+    }
+
+    // The number of the first step, also before there is one.
+    get first() {
+      return this.steps[0]?.step ?? (this.forkedAt ?? -1) + 1;
+    }
+
+    // The least k that is shown: of a fork there is something to see before its first step.
+    get lowest() {
+      return this.forkedAt === null ? Math.min(this.last, 0) : -1;
     }
 
     // The last of the steps at which most blocks are in use.
@@ -130,7 +142,7 @@
 
     // Step k's seconds of work: [begin, end].
     spanOf(k) {
-      return [k > 0 ? this.work[k - 1] : 0, this.work[k]];
+      return [k > 0 ? this.work[k - 1] : this.workBefore, this.work[k]];
     }
 
     // The newest step that had begun after so many seconds of work.
@@ -145,6 +157,7 @@
     }
 
     _append(line) {
+      teachllm.checkLine(line);
       if (!this.header) {
         if (line.event !== "header") throw new Error(`a trace begins with a header, this is '${line.event}'`);
         this._begin(line);
@@ -163,7 +176,10 @@
         if (!this._outside.has(k)) this._outside.set(k, []);
         this._outside.get(k).push([line.request_id, line.event]);
       }
-      if (line.event === "fork") this.forked = line.requests;
+      if (line.event === "fork") {
+        this.forked = line.requests;
+        this.forkedAt ??= line.step;
+      }
       if (line.event === "error") this.notice = `A step failed: ${line.message}`;
       if (line.event === "step") this._step(line, k);
       if (line.ranks?.length) this.told.push({ k, line });
@@ -215,7 +231,7 @@
       this.steps.push(line);
       this._lineOfStep.push(this.lines.length - 1);
       const worked = Math.max(line.end - Math.max(line.time, this._busyUntil), 0);
-      this.work.push((this.work.at(-1) ?? 0) + worked);
+      this.work.push((this.work.at(-1) ?? this.workBefore) + worked);
       this._busyUntil = Math.max(this._busyUntil, line.end);
       this.given.push(this._given(line));
       this.waste.push(this._wasted(line.blocks.used));

@@ -26,7 +26,7 @@
       );
       const setSpeed = () => this.setSpeed(this.speeds.value === "max" ? null : Number(this.speeds.value));
       this.speeds = h("select", { "data-action": "speed", "aria-label": "speed", onchange: setSpeed });
-      for (const speed of SPEEDS) this.speeds.append(h("option", { value: speed, text: `${speed} steps/s` }));
+      for (const speed of SPEEDS) this.speeds.append(h("option", { value: speed, text: `${format.count(speed, "step")}/s` }));
       if (context.live) this.speeds.append(h("option", { value: "max", text: "as fast as it goes" }));
       this.speeds.value = "10";
       const scrub = () => this.goTo(Number(this.scrub.value));
@@ -47,11 +47,9 @@
     }
 
     draw({ k, line, state, timeline }) {
-      patch(this.scrub, { max: Math.max(timeline.last, 0) });
-      patch(this.mark, { "--at": Math.max(k, 0) / Math.max(timeline.last, 1) });
-      const time = line ? ` · ${format.seconds(timeline.work[k])}` : "";
-      const where = line ? `step ${line.step} of ${timeline.steps.at(-1).step}${time}` : "before the first step";
-      patch(steady(this.where, where), { "data-step-index": String(k) });
+      patch(this.scrub, { max: Math.max(this._end, 0) });
+      patch(this.mark, { "--at": Math.max(this.context.position, 0) / Math.max(this._end, 1) });
+      patch(steady(this.where, this._whereText(line, k, timeline)), { "data-step-index": String(k) });
       let [running, waiting] = [0, 0];
       for (const id of state.live) state.requests.get(id).status === "running" ? running++ : waiting++;
       const used = 1 - state.free.size / state.blocks.length;
@@ -62,22 +60,37 @@
       this._paintOverview();
     }
 
+    // The last place that the buttons go to: beside a longer side it is after the end of this one.
+    get _end() {
+      return this.context.place.last - this.context.timeline.first;
+    }
+
+    _whereText(line, k, timeline) {
+      const { isBeforeFork, position, live } = this.context;
+      if (isBeforeFork) return `not forked yet: it begins after step ${timeline.forkedAt}`;
+      const since = timeline.workBefore ? ` · ${format.seconds(timeline.workBefore)}` : "";
+      if (!line) return timeline.forkedAt === null ? "before the first step" : `step ${timeline.forkedAt}${since} · the fork`;
+      const hasEnded = position > timeline.last && (!live || live.sideDone);
+      return `step ${line.step} of ${timeline.steps.at(-1).step} · ${format.seconds(timeline.work[k])}${hasEnded ? " · ended" : ""}`;
+    }
+
     // The slider itself, whose mark is ours: moving its own at every step would lay out the page twice.
-    settle({ k }) {
-      if (this.scrub.value !== String(Math.max(k, 0))) this.scrub.value = Math.max(k, 0);
+    settle() {
+      const position = Math.max(this.context.position, 0);
+      if (this.scrub.value !== String(position)) this.scrub.value = position;
       patch(this.scrub, { "aria-valuetext": this.where.textContent });
       this._paintOverview(true);
     }
 
     toggle() {
-      const { follows, k, timeline } = this.context;
+      const { follows, position, place } = this.context;
       if (this._drives) return this.context.drive(this.isPlaying ? "pause" : "play");
       const plays = !this.isPlaying;
-      if (plays && k >= timeline.last) {
+      if (plays && position >= this._end) {
         if (follows) return this.context.follow();
-        this.context.goTo(0);
+        place.visit(place.first);
       }
-      if (!plays) this.context.following = false; // the picture stands still, whatever comes
+      if (!plays) place.following = false; // the picture stands still, whatever comes
       this.playing = plays;
       this._drawPlay();
       this._playings += 1;
@@ -86,9 +99,9 @@
 
     // Live and at the newest step, one step on is a step of the engine.
     by(n) {
-      const { k, timeline } = this.context;
-      if (n > 0 && this._drives && k >= timeline.last) return this.context.drive("step");
-      this.goTo(k + n);
+      const { position, place } = this.context;
+      if (n > 0 && this._drives && place.step >= place.newest) return this.context.drive("step");
+      this.goTo(position + n);
     }
 
     goTo(k) {
@@ -134,8 +147,8 @@
         then = now;
         const steps = Math.min(Math.floor(owed), 60);
         owed -= Math.floor(owed);
-        if (steps) this.context.goTo(this.context.k + steps);
-        if (this.context.k >= this.context.timeline.last) return this.stop();
+        if (steps) this.context.goTo(this.context.position + steps);
+        if (this.context.position >= this._end) return this.stop();
         requestAnimationFrame(tick);
       };
       requestAnimationFrame(tick);
@@ -150,7 +163,7 @@
     // Share of KV blocks in use as an area, preemptions as ticks. Of a growing trace at most some times per second, or now.
     _paintOverview(now = false) {
       const { timeline, colors } = this.context;
-      const key = `${timeline.last} ${colors.key}`;
+      const key = `${timeline.last} ${this._end} ${colors.key}`;
       if (key === this._overviewOf || (!now && performance.now() - (this._overviewAt ?? -1e9) < 300)) return;
       const [width, height] = this._size ?? [0, 0];
       if (!width || !timeline.header) return;
@@ -161,15 +174,16 @@
       const canvas = this.overview.getContext("2d");
       canvas.scale(ratio, ratio);
       const { steps } = timeline;
-      const each = width / Math.max(steps.length, 1);
+      const each = width / Math.max(this._end + 1, 1);
       const stride = Math.max(1, Math.floor(1 / each));
       canvas.fillStyle = colors.wait;
-      canvas.globalAlpha = 0.55;
       for (let k = 0; k < steps.length; k += stride) {
         const h = (height * steps[k].blocks.used) / timeline.header.num_blocks;
+        canvas.globalAlpha = 0.4;
         canvas.fillRect(k * each, height - h, each * stride + 0.5, h);
+        canvas.globalAlpha = 1;
+        canvas.fillRect(k * each, height - h, each * stride + 0.5, Math.min(h, 1.5));
       }
-      canvas.globalAlpha = 1;
       canvas.fillStyle = colors.alarm;
       steps.forEach((step, k) => {
         if (step.preempted.length) canvas.fillRect(k * each, 0, Math.max(each, 1.5), 4);

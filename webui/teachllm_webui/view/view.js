@@ -1,12 +1,15 @@
 // teachllm.mount(element, { lines, live, plotly }): all views of one trace, of one step, linked: a request under the
 // pointer lights up everywhere, a click pins it. Each view is a class with `draw(frame)` and `light(ids)`; this file
-// holds what they share: which step, which request, which block.
+// holds what they share, with place.js (which step), pointed.js (which request, which block) and panels.js.
 //
 //   lines    trace lines, objects or JSON texts, as many as there are yet
 //   live     functions play(), pause(), step(), abort(id), setSpeed(x) that drive an engine (each may be async), and
-//            the flags `playing` and `done`; the view then follows the newest step until the user scrubs back
+//            the flags `playing`, `done` (on all sides) and `sideDone`; the view then follows the newest step until
+//            the user scrubs back
 //   grows    lines may still come, so that the newest step can be followed without an engine, too
-//   opensOnBest  the step is shown at which most blocks are in use, until the user goes elsewhere
+//   opensAt  the number of the step that is shown until the user goes elsewhere, or "best" (place.js)
+//   fork     of a fork: { forkedAt, workBefore }, the step after which it begins and the seconds of work up to there
+//   place    which step is shown, if several views share it
 //   title    of the trace; with one, the model and the settings are told, too
 //   axis     of the batch timeline: "steps" or "ms"
 //   follows  it is followed from the beginning, and again when the user has come back to it
@@ -18,23 +21,21 @@
   const FAST_MS = 50; // steps that come closer to each other are too fast to be read
   const SCROLL_MS = 400; // so long after the page has scrolled, the wheel goes on scrolling it
 
-  let pointer = null; // where it was last: [x, y]
-  document.addEventListener("pointermove", (event) => (pointer = [event.clientX, event.clientY]), { capture: true, passive: true });
-
-  class View {
-    constructor(element, { lines = [], live = null, grows = false, follows = false, axis = "steps", title = null, opensOnBest = false } = {}) {
-      Object.assign(this, { element, live, grows, follows, k: -1, following: (Boolean(live) || follows) && !opensOnBest });
-      Object.assign(this, { atBest: opensOnBest, peers: [], _stillAt: pointer });
-      Object.assign(this, { pinned: null, hovered: null, pinnedBlock: null, hoveredBlock: null });
-      this.timeline = new teachllm.Timeline();
+  class View extends teachllm.Pointed {
+    constructor(element, { lines = [], live = null, grows = false, follows = false, axis = "steps", title = null, opensAt = null, fork = null, place = null } = {}) {
+      super();
+      Object.assign(this, { element, live, grows, follows, k: -1 });
+      this.timeline = new teachllm.Timeline([], fork ?? {});
+      (place ?? new teachllm.Place({ following: (Boolean(live) || follows) && opensAt === null, opensAt })).add(this);
       this.timeline.palette = new teachllm.Palette();
       this.root = h("div", { class: "teachllm", "data-teachllm": "" });
       this.banner = h("p", { class: "tl-banner", role: "alert", hidden: true });
       this.grid = h("div", { class: "tl-grid" });
       element.append(this.root);
-      this.theme = new teachllm.Theme(this.root, () => this._draw());
+      this.theme = new teachllm.Theme(this.root, () => this.draw());
       this._visible = new Set();
       this._observer = new IntersectionObserver((entries) => this._see(entries), { rootMargin: "-48px" }); // not a head
+      this.panels = new teachllm.Panels(this);
       this.transport = new teachllm.Transport(this);
       const { Pool, Batch, Step, Queue, Tokens, Tables, Metrics } = teachllm;
       this.about = title === null ? null : new teachllm.About(title);
@@ -44,7 +45,8 @@
       this.batch = new Batch(this, axis);
       this.tokens = new Tokens(this);
       this.texts = [new Step(this), new Queue(this), this.tokens, new Tables(this)]; // to be read
-      this.views = [this.pool, this.batch, ...this.texts, new Metrics(this)];
+      this.metrics = new Metrics(this);
+      this.views = [this.pool, this.batch, ...this.texts, this.metrics];
       for (const view of this.views) this.grid.append(view.root);
       for (const view of this.views) this._observer.observe(view.root);
       this.card = new teachllm.Card(this.root, () => this.unpin());
@@ -63,6 +65,12 @@
 
     // Appends lines; a view that follows, or shows nothing yet, moves on.
     push(lines) {
+      this.take(lines);
+      this.place.advance();
+    }
+
+    // The same without drawing: of several at one place, all take their lines before it moves on.
+    take(lines) {
       const first = this.timeline.header === null;
       this.timeline.push(lines);
       for (const { arrival } of this.timeline.rows.values()) this.timeline.palette.add(arrival);
@@ -70,35 +78,17 @@
       patch(this.banner, { text: message ?? "", hidden: !message });
       if (this.timeline.told.length && !this.ranks) this._addRanks();
       if (first && this.timeline.header) this.about?.draw(this.timeline.header);
-      if (this.following) this.k = this.timeline.last;
-      else if (this.atBest) this.k = this.timeline.best;
-      else if (first && this.timeline.last >= 0) this.k = 0;
-      this._draw();
     }
 
     // Shows the state after step k.
     show(k) {
-      this.k = Math.max(Math.min(k, this.timeline.last), Math.min(this.timeline.last, 0));
-      this._draw();
+      this.place.goTo(this.timeline.first + k);
     }
 
     // Goes to the newest step, and with a live engine stays there.
     follow() {
-      this.following = Boolean(this.live) || this.grows;
-      this.atBest = false;
       this.transport.stop();
-      this.show(this.timeline.last);
-    }
-
-    // Pins a request, or with null unpins it.
-    select(id) {
-      this.pinned = id === this.pinned ? null : id;
-      this._light();
-      if (this.pinned !== null) {
-        this.settle();
-        this._drawOne(this.tokens);
-        this.tokens.reveal(id);
-      }
+      this.place.follow();
     }
 
     // Changes flags of the live controls: setLive({ playing: true }).
@@ -106,7 +96,7 @@
       const goesOn = this.live.done && flags.done === false;
       Object.assign(this.live, flags);
       if (goesOn) this.follow(); // of a run that had ended
-      else this._draw();
+      else this.draw();
     }
 
     get state() {
@@ -126,6 +116,7 @@
     }
 
     destroy() {
+      this.panels.grow(null);
       this.transport.stop();
       this._releaseKeys();
       this._observer.disconnect();
@@ -142,10 +133,28 @@
       return this.theme.colors;
     }
 
+    get following() {
+      return this.place.following;
+    }
+
+    // The place as an index of this view's steps: it may lie before the first and after the last.
+    get position() {
+      return this.place.step - this.timeline.first;
+    }
+
+    // Those beside it.
+    get peers() {
+      return this.place.views.filter((view) => view !== this);
+    }
+
+    // Whether what is shown was before this view, a fork, began.
+    get isBeforeFork() {
+      const { forkedAt } = this.timeline;
+      return forkedAt !== null && this.place.step < forkedAt;
+    }
+
     goTo(k) {
-      this.atBest = false;
-      this.following = Boolean(this.follows || (this.live && !this.live.done)) && k >= this.timeline.last;
-      this.show(k);
+      this.place.visit(this.timeline.first + k);
     }
 
     drive(action, ...given) {
@@ -156,32 +165,7 @@
     }
 
     panel(name, title, ...head) {
-      const root = h("section", { class: `tl-panel tl-view-${name}`, "data-view": name, "aria-label": title });
-      const onclick = () => this._grow(root, !root.classList.contains("tl-grown"));
-      const grow = h("button", { class: "tl-grow", "data-action": "grow", onclick }, teachllm.icon("grow"));
-      Object.assign(root, { _grower: grow, _title: title });
-      this._label(root, false);
-      root.append(h("header", { class: "tl-head" }, h("h2", { text: title }), ...head, grow));
-      return root;
-    }
-
-    // Over the whole window, or back in its place.
-    _grow(root, isGrown) {
-      root.classList.toggle("tl-grown", isGrown);
-      this._label(root, isGrown);
-      (isGrown ? root : this.root).append(this.card.root); // over the panel
-      // In the top layer it is laid out in the window, and not in the view, which contains its layout.
-      if (isGrown) patch(root, { popover: "manual" }).showPopover();
-      else {
-        root.hidePopover();
-        patch(root, { popover: null });
-      }
-    }
-
-    _label(root, isGrown) {
-      teachllm.setIcon(root._grower.firstChild, isGrown ? "close" : "grow");
-      const title = isGrown ? "back to the page (escape)" : "enlarge";
-      patch(root._grower, { title, "aria-label": `${title}: ${root._title}`, "aria-expanded": String(isGrown) });
+      return this.panels.create(name, title, ...head);
     }
 
     chip(id) {
@@ -200,100 +184,12 @@
     }
 
     canAbort(id) {
-      return !this.live?.done && this.timeline.isLive(id);
+      return !(this.live?.sideDone ?? this.live?.done) && this.timeline.isLive(id);
     }
 
-    // The pointer has not moved since something else than it brought what lies under it there: a key, a new trace.
-    isStill(event) {
-      if (this._stillAt && event.clientX === this._stillAt[0] && event.clientY === this._stillAt[1]) return true;
-      this._stillAt = null;
-      return false;
-    }
-
-    // The pointer rests: what it lies over is not asked about.
-    rest() {
-      this._stillAt = pointer;
-      this.leave();
-    }
-
-    // Makes whatever carries `data-request` in a container answer to the pointer and to the keyboard.
-    linkRequests(container) {
-      const of = (event) => event.target.closest?.("[data-request]");
-      container.addEventListener("pointerover", (event) => {
-        const node = of(event);
-        if (event.target.closest("[data-block-ref]") || this.isStill(event)) return;
-        if (!node) return this.leave();
-        this.hoverRequest(node.dataset.request, nearPointer(event));
-      });
-      container.addEventListener("pointerleave", () => this.leave());
-      container.addEventListener("click", (event) => {
-        const node = of(event);
-        if (node && !event.target.closest("[data-block-ref], button")) this.select(node.dataset.request);
-      });
-      container.addEventListener("keydown", (event) => {
-        if (event.key === "Enter" && event.target === of(event)) this.select(event.target.dataset.request);
-      });
-    }
-
-    // The same for `data-block-ref`.
-    linkBlocks(container) {
-      const of = (event) => event.target.closest?.("[data-block-ref]");
-      container.addEventListener("pointerover", (event) => {
-        const node = of(event);
-        if (node && !this.isStill(event)) this.hoverBlock(Number(node.dataset.blockRef), nearPointer(event));
-      });
-      container.addEventListener("click", (event) => {
-        const node = of(event);
-        if (node) this.pinBlock(Number(node.dataset.blockRef));
-      });
-    }
-
-    lightChildren(container, ids) {
-      container.classList.toggle("tl-has-lit", Boolean(ids));
-      for (const child of container.children) {
-        child.classList.toggle("tl-lit", Boolean(ids?.includes(child.dataset.request)));
-      }
-    }
-
-    hoverRequest(id, at, content = null) {
-      Object.assign(this, { hovered: id, hoveredBlock: null, _hoverAt: at, _hoverContent: content });
-      this._light();
-      if (content) this.card.show(content, at);
-      else this._drawCard();
-    }
-
-    hoverBlock(id, at) {
-      Object.assign(this, { hovered: null, hoveredBlock: id, _hoverAt: at });
-      this._light();
-      this._drawCard();
-    }
-
-    // A card about something else than a request or a block; null: the pointer has left it.
-    hoverOther(content, at) {
-      if (content) this.card.show(content, at);
-      else this._drawCard();
-    }
-
-    leave() {
-      if (this.hovered === null && this.hoveredBlock === null) return;
-      this.hovered = this.hoveredBlock = null;
-      this._light();
-      this._drawCard();
-    }
-
-    // A pinned block keeps its ring and its card from step to step.
-    pinBlock(id) {
-      this.pinnedBlock = id === this.pinnedBlock ? null : id;
-      this._light();
-      this._drawCard();
-    }
-
-    unpin() {
-      const grown = this.root.querySelector(".tl-grown");
-      if (grown) this._grow(grown, false);
-      this.pinned = this.pinnedBlock = this.hovered = this.hoveredBlock = null;
-      this._light();
-      this._drawCard();
+    // Pictures have the size that they had on the screen, and are scaled to the paper by the style sheet.
+    get isOnPaper() {
+      return matchMedia("print").matches;
     }
 
     isVisible(view) {
@@ -343,8 +239,12 @@
       return { timeline, k, line, aborted, state: timeline.stateAt(k), events: timeline.eventsOf(k) };
     }
 
-    _draw() {
-      if (!this.timeline.header) return;
+    // Of the step at its place.
+    draw() {
+      const { timeline } = this;
+      this.k = Math.max(timeline.lowest, Math.min(this.position, timeline.last));
+      if (!timeline.header) return;
+      patch(this.root, { "data-before-fork": this.isBeforeFork });
       const frame = this._frame();
       patch(this.root, { "data-step-index": String(this.k) });
       this.transport.draw(frame);
@@ -355,7 +255,6 @@
       this._settling = setTimeout(() => this.settle(), SETTLE_MS);
       if (this.pinned !== null || this.hovered !== null || this.hoveredBlock !== null) this._light();
       this._drawCard();
-      this.ondraw?.();
     }
 
     // When steps come too fast to be read, each draws one of the texts: the next one in turn.
@@ -373,28 +272,6 @@
       this._late?.delete(view);
       this.redraw(view);
       this._light();
-    }
-
-    // What the card says is of the step shown; that of a cell of the timeline is of the cell's.
-    _drawCard() {
-      const frame = this._frame();
-      const { hovered, hoveredBlock, pinnedBlock } = this;
-      const block = hoveredBlock ?? pinnedBlock;
-      if (hovered !== null) {
-        if (!this._hoverContent) this.card.show(teachllm.requestCard(hovered, frame), this._hoverAt);
-      } else if (block === null) this.card.hide();
-      else {
-        const at = hoveredBlock === null ? (this.pool.cellOf(block) ?? this._hoverAt) : this._hoverAt;
-        this.card.show(teachllm.blockCard(block, frame), at, block === pinnedBlock);
-      }
-    }
-
-    _light() {
-      const users = this.hoveredBlock === null ? null : this.state.blocks[this.hoveredBlock]?.users;
-      const one = this.hovered ?? this.pinned;
-      const ids = users?.length ? users : one === null ? null : [one];
-      patch(this.root, { "data-lit": ids ? [...new Set(ids)].join(" ") : null, "data-pinned": this.pinned });
-      for (const view of this.views) view.light(ids);
     }
 
     _see(entries) {
@@ -420,10 +297,6 @@
     for (const [id, reason] of [...Object.entries(line.finished), ...aborted]) ends.push(`${id} ${format.ended[reason]}`);
     const computed = `${format.count(tokens, "token")} of ${format.count(line.scheduled.length, "request")} computed`;
     return [`Step ${line.step}: ${computed}`, `${waiting} waiting`, used, ...ends].join(", ") + ".";
-  }
-
-  function nearPointer(event) {
-    return { left: event.clientX - 8, right: event.clientX + 8, top: event.clientY, bottom: event.clientY + 12 };
   }
 
   teachllm.mount = (element, options) => new View(element, options);
