@@ -44,7 +44,7 @@ viz: $(VENV)/.ui  ## watch the engine run the embedded model, in a browser
 	@$(BIN)/python -m teachllm_cli viz $(ARGS)
 
 lessons: $(VENV)/.lessons  ## open the notebooks that step through the engine
-	@PYTHONPATH=.:kernels:cli:webui:lessons $(BIN)/python -m jupyterlab lessons $(ARGS)
+	@PYTHONPATH=.:kernels:cli:webui:lessons $(BIN)/python -m teachllm_cli lesson open $(ARGS)
 
 test: format-check  ## run format and lint checks, the type checker, the tests and two notebooks
 	@$(MAKE) --no-print-directory -j 2 types pytest

@@ -13,6 +13,7 @@ from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
 from teachllm_lessons.helpers.lesson_00 import (
     CHOOSE,
+    FORESEEN,
     life_of_a_request,
     look_inside,
     sampler_of,
@@ -21,7 +22,6 @@ from teachllm_lessons.helpers.lesson_00 import (
     strip,
 )
 from teachllm_lessons.picture import lines
-from teachllm_lessons.predict import predict
 from teachllm_lessons.source import show
 from teachllm_lessons.watch import Watch
 
@@ -45,10 +45,11 @@ strip(tokenizer, templated)
 
 # %% [markdown]
 # The bare question gets no answer at all: the one token that comes out is `<|im_end|>`, "the speaker has finished".
-# To this model that is what follows a question mark. The template adds what a transcript of a conversation has
-# around it (grey boxes are special tokens) and ends with `<|im_start|>assistant\n`, so that what comes next is the
-# answer. **The model continues a text. The template makes a text whose continuation is an answer.** If a good model
-# answers badly, look at the template first.
+# That means little: this model was trained to predict what an assistant says, and nothing else, so what follows a
+# user's question mark is a guess. The template adds what a transcript of a conversation has around it (grey boxes are
+# special tokens) and ends with `<|im_start|>assistant\n`, so that what comes next is the answer. **The model continues
+# a text. The template makes a text whose continuation is an answer.** If a good model answers badly, look at the
+# template first.
 #
 # Fourteen tokens in, 24 out. How many times was the model run, and on what?
 #
@@ -64,21 +65,22 @@ show(
     {
         "self.embed_tokens(input_ids)": "each id picks a row of a table: 256 numbers that stand for the token, alone",
         "x, residual = layer(": "each layer adds what attention finds at positions up to this one, and an MLP",
-        "hidden, _ = self.norm(x, residual)": "one state a position; `logits` multiplies it by the output head",
+        "hidden, _ = self.norm(x, residual)": "one state per position; `logits` multiplies it by the output head",
     },
     doc=False,
 )
 
 # %% [markdown]
-# Around the pass there is a loop, and around the loop a server. This is the way of a request through all of them.
+# Around the pass there is a loop, and around the loop a server. This is a request's way through all of them.
 
 # %%
 life_of_a_request()
 
 # %% [markdown]
-# Text lives on the left only. What crosses to the engine and back is token ids, which is why scheduling, caching and
-# computing need to know nothing about words. (With one process, as here, the three are objects that call each
-# other.)
+# Text lives on the left only. Token ids cross to the engine and back, which is why scheduling, caching and computing
+# need to know nothing about words. (With one process, as here, the three are objects that call each other.) The loop
+# runs once per step, and a step does not always give a token: one that computes the first half of a long prompt gives
+# none (lesson 04), and one that verifies guesses can give several (lesson 10). In this lesson each step gives one.
 #
 # ## Step: inside one pass
 #
@@ -96,29 +98,32 @@ inside.lens()
 # These are the last eight positions; read them from the bottom. After the embedding a state knows its own token and
 # nothing else: the likeliest "next" token is the token itself, since this model has one table for both ends. Then
 # attention brings in what stands before. That `KV` is followed by `cache` is known after one layer; how the answer
-# begins is settled in the last. In the top row *every* position has a prediction of what follows it. The engine uses
-# one of them: that of the **last position** (framed), whose state has seen the whole prompt.
+# begins is settled in the last. In the top row *every* position has a prediction of what follows it. (Most of them are
+# nonsense: this model was trained on what the assistant says alone, so none of the prompt's positions but the last was
+# ever trained to predict.) The engine uses one of them: that of the **last position** (framed), whose state has seen
+# the whole prompt.
 #
-# > **Myth: a special "generation embedding" is put behind the prompt to ask for the next token.** There is none.
+# > **Myth: a special "generation embedding" is put after the prompt to ask for the next token.** There is none.
 # > Token n + 1 is predicted from the state of token n, in a prompt and in an answer alike. So is it in training: one
-# > pass over a text is a prediction for each of its positions.
+# > pass over a text is a prediction for each of its positions, and it is a choice which of them count.
 #
 # Now the loop. The token that was predicted is appended, and the model is run again: *autoregression*.
 
 # %%
-watch.add("A", templated, max_tokens=24)
-watch.step()
+stepped = Watch(num_gpu_blocks_override=48, max_model_len=256)
+stepped.add("A", templated, max_tokens=24)
+stepped.step()
 
 # %%
-watch.step()
+stepped.step()
 
 # %% [markdown]
 # In the first step fourteen tokens go in, and one comes out. In the second step that one goes in, at the next
-# position, and the next one comes out; and so on. That only *one* has to go in is the doing of the KV cache, the
-# subject of the next lesson; wait for the last section of this one.
+# position, and the next one comes out; and so on. Only *one* has to go in because of the KV cache, the subject of the
+# next lesson; the last section of this one shows what happens without it.
 #
 # Ids become text on the way out. That is less simple than it looks: this tokenizer works on bytes, and a character
-# may have four of them. What a stream may show is the last column.
+# may have four of them. The last column is what a stream may show so far.
 
 # %%
 print(f"{'the token':12}{'all ids decoded':20}{'shown':16}")
@@ -131,28 +136,23 @@ for alone, decoded, shown_text in streamed(tokenizer, "naïve café 😀"):
 #
 # ## Predict
 #
-# The engine needed 24 passes for A's 24 tokens. Give prompt *and* answer to the model in a single pass, and read off
-# the prediction at each position from the last of the prompt on. **How many of the 24 predictions are the very
-# tokens of the answer?**
+# The engine needs 24 passes for A's 24 tokens: one for the prompt, and one for each further token. Now give prompt
+# *and* answer, 14 + 24 tokens, to the model in a single pass. From the prompt's last position on, each position
+# predicts a token, as in the top row of the picture. **How many of the first 24 of these predictions are the very
+# tokens of the answer, each in its place?** Put your number in the place of `None`.
 
 # %%
 yours = None
 
-watch.run()
-answer = watch.tokens("A")
-predictions = look_inside(watch, templated + answer).predictions()
-found = predictions[len(templated) - 1 : -1]
-predict("Predictions that are A's tokens:", yours, sum(map(int.__eq__, found, answer)), f" of {len(answer)}")
+answer = stepped.run().tokens("A")
+predictions = look_inside(stepped, templated + answer).predictions()[len(templated) - 1 : -1]
+FORESEEN.compare(yours, sum(map(int.__eq__, predictions, answer)))
 
 # %% [markdown]
-# A position's state depends on the tokens up to it and on nothing behind it (*causal* attention), so it does not
-# matter whether the rest is there already. *Checking* 24 tokens takes one pass; *finding* them takes 24. Lesson 10
-# makes a living of that difference.
-#
 # ## Build: the choice
 #
-# Write `choose`: logits of shape [R, vocabulary], one row for each request, to [R] token ids. It takes the most
-# likely token, and the lowest id of equals. This is *greedy* sampling (lesson 07 has the rest), and it needs no
+# Write `choose`: logits of shape [R, vocabulary], one row per request, to [R] token ids. It takes the most likely
+# token, and of equally likely ones the lowest id. This is *greedy* sampling (lesson 07 has the rest), and it needs no
 # probabilities.
 #
 # Stuck? `CHOOSE.hint(1)`, then 2, then 3.
@@ -185,27 +185,27 @@ with Watch(
 # One line of the engine has been changed, in a copy. These are the first tokens of two answers.
 
 # %%
-broken = plant("logits of the position before the last one")
+broken = plant("00a")
 broken.symptom("teachllm_lessons.helpers.lesson_00:first_tokens")
 
 # %% [markdown]
-# Neither answer begins as an answer does, and both go on fluently. Find `assistant`, the token before the prompt's
-# last, in the picture of the pass above: what is predicted there is A's first token here. A step makes logits of
-# some rows of its hidden states; who picks the rows? Guess a file, then a function:
-# `broken.guess("teachllm/sampling/sampler.py")`. Then look.
+# Neither answer begins as an answer does, and both go on fluently. Compare A's first token with the picture of the
+# pass above: does it stand somewhere in the top row? Then ask which part of the engine turns hidden states into a first
+# token, and what it needs to know for that. Guess a file, then a function: `broken.guess("folder/file.py")`, then
+# `broken.guess("folder/file.py", "function")`. Then look.
 #
-# (Another one to hunt on your own: `plant("half a character is shown")`, with the symptom
+# (Another fault to find on your own: `plant("00b")`, with the symptom
 # `"teachllm_lessons.helpers.lesson_00:a_stream"`.)
 
-# %%
+# %% tags=["skip-execution"]
 broken.reveal()
 
 # %% [markdown]
 # ## Measure
 #
 # What does a token cost? First without any cleverness: each step runs the model over the whole sequence, as the
-# function's definition says, and throws all states away. `enable_kv_cache=False` does that. How long does one more
-# token take behind 16, 64, ... tokens?
+# function's definition has it, and throws all states away. `enable_kv_cache=False` does that. How long does one more
+# token take after 16, 64, ... tokens?
 
 # %%
 LENGTHS = [16, 64, 128, 256, 512]
@@ -217,7 +217,7 @@ with Watch(max_model_len=544, num_gpu_blocks_override=40, **settings) as naive:
 computed = [line["scheduled"][0]["num_tokens"] for line in naive.trace.lines if line["event"] == "step"][-24:]
 print(f"{LENGTHS[-1] // LENGTHS[0]} times the tokens, {times[-1] / times[0]:.0f} times as long")
 print(f"A computed {computed[0]}, {computed[1]}, ... {computed[-1]} tokens in its steps: {sum(computed)} in all")
-print(f"and says the same as above: {naive.text('A') == watch.text('A')}")
+print(f"the same answer as above: {naive.text('A') == stepped.text('A')}")
 lines({"everything recomputed": (LENGTHS, [1000 * each for each in times])}, "tokens before it", "one more token, ms")
 
 # %% [markdown]

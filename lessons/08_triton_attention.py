@@ -6,8 +6,9 @@
 # you write the inner loop of a GPU *kernel* (a function that the GPU runs in many copies at once, called *programs*)
 # that moves each of them once, and the engine decodes with it.
 #
-# *Needs: 01 (attention, the cache), 02 (block tables). About 30 minutes. No GPU is needed: Triton's interpreter runs
-# kernels in Python, thousands of times slower and with the same results. Triton is there for Linux only.*
+# *Needs: 01 (attention, the cache), 02 (block tables). About 30 minutes. No GPU is needed: an
+# interpreter runs the kernels in Python, thousands of times slower and with the same results. It is Triton's own on
+# Linux; elsewhere, where there is no Triton, it is `teachllm_kernels/torch_interpreter.py`.*
 
 # %%
 import os
@@ -15,16 +16,14 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import torch
-import triton
-import triton.language as tl  # noqa: F401 (for what you write)
 
 from teachllm.engine.overrides import EngineOverrides
+from teachllm_kernels._triton import tl, triton  # noqa: F401 (Triton, or what stands in for it where there is none)
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
-from teachllm_lessons.helpers.lesson_08 import UPDATE, draw_roofline, draw_tiles
+from teachllm_lessons.helpers.lesson_08 import RESCALINGS, UPDATE, draw_roofline, draw_tiles, rescalings_of_all_orders
 from teachllm_lessons.helpers.lesson_08_kernels import Probe, run_tile
 from teachllm_lessons.picture import bars
-from teachllm_lessons.predict import predict
 from teachllm_lessons.results import committed
 from teachllm_lessons.source import show
 from teachllm_lessons.watch import Watch
@@ -122,16 +121,16 @@ one = probe.decodes[3][0]  # of layer 3, the only request
 draw_tiles(one.scores[6], 32, one.blocks)
 
 # %% [markdown]
-# Each bar of the upper picture is the score of a key, and the colours change with the tile. Each step upwards of the
-# red line is a moment at which all that was summed up before has to shrink: behind the second tile `total` is less
-# than it was behind the first, although weights are only ever added.
+# Each bar of the upper picture is the score of a key, and the colours change with the tile. At each step of the red
+# line everything summed up so far has to shrink: after the second tile `total` is less than after the first, although
+# weights are only ever added.
 #
 # > **Myth: FlashAttention is faster because it approximates, or computes less.** It computes the same softmax, exactly,
 # > with a few more multiplications. It moves fewer bytes.
 #
 # A long sequence would be one program's work while the rest of the GPU waits. So its keys are cut into **splits**, one
 # program each (flash-decoding), and each leaves a pair: its result v, and s = log Σ exp(score), the *log-sum-exp* of
-# its scores, which says how much weight stands behind v. Two pairs become one, in any order and any grouping. (Here in
+# its scores, which is the weight of v. Two pairs become one, in any order and any grouping. (Here in
 # the natural base, as in the picture above: the same rule, with e in place of 2.)
 
 
@@ -169,28 +168,16 @@ print(f"the mean of a, b and c, by {((a[0] + b[0] + c[0]) / 3 - whole[0]).abs().
 #
 # ## Predict
 #
-# `total` and `acc` are rescaled when a tile has a larger score than all before it. If scores came in random order, the
-# k-th tile would hold the largest so far with chance 1/k. In the decode above there are six tiles of 32 keys, so that
-# would be 29% of those behind the first, for all heads of all layers. **What share is it really, in per cent?**
+# `total` and `acc` are rescaled when a tile has a larger score than all before it. The first tile has nothing to
+# rescale. Take a sequence of six tiles whose scores come in random order, so that each of the six is as likely as any
+# other to hold the largest score of all. **How many times, on average, does the kernel rescale?**
 
 # %%
 yours = None
 
-rises, behind = probe.rises(32)
-predict("Tiles behind the first with a new largest score:", yours, 100.0 * rises / behind, " %", within=0.15)
+RESCALINGS.compare(yours, rescalings_of_all_orders(6))
 
 # %% [markdown]
-# Half of them: the order is not random. Where does the largest score of all lie?
-
-# %%
-heads = [each for layer in probe.decodes for decode in layer for each in decode.scores]
-in_last = sum(int(each.argmax()) // 32 == (len(each) - 1) // 32 for each in heads)
-print(f"in the last tile for {in_last} of {len(heads)} heads")
-
-# %% [markdown]
-# What a token attends to most often stands close before it. A kernel that reads from left to right meets it last, and
-# must rescale. A sequence of a single tile never does: a test with short prompts would not notice if it were forgotten.
-#
 # ## Build: the inner loop
 #
 # Write `update`, in Triton: one tile's step of online softmax. It is called by a small decode kernel
@@ -217,13 +204,31 @@ checked
 # `checked.piece` is yours if it is right, else the engine's own. Either is what a GPU would compile: Triton turns
 # `tl.dot` into tensor-core instructions and deals rows out to threads. Here it is Python: `print` what you like.
 #
+# Real scores are not in random order. The decode above has 178 keys in six tiles; here are all heads of all layers:
+
+# %%
+rises, num_later = probe.rises(32)
+print(f"{rises} of {num_later} tiles after the first rescale: {rises / num_later:.0%}")
+print(
+    "the largest score lies in", ", ".join(f"the {where} for {count} heads" for where, count in probe.peaks(32).items())
+)
+print(f"weight of the first token: {probe.weight_of_first():.1%} on average")
+
+# %% [markdown]
+# Half of them, more than a random order would have, as the largest score is mostly in the last tile. That is no law.
+# This small model, asked right after its prompt, looks mostly at the end of the question and at the tokens of the chat
+# template behind it. Many large models give much of their attention to the very first token, an *attention sink* (Xiao
+# et al., *Efficient Streaming Language Models with Attention Sinks*, 2023): the largest score then lies in the first
+# tile, and nothing after it is rescaled. teachlm has no such sink, as the last line shows. A kernel has to be right in
+# any order.
+#
 # ## Break: something is missing
 #
 # One line of the kernels that serve has been changed, in a copy. The question has more than one tile of tokens, and
 # the GPU is pretended to be so small that each tile is a split of its own.
 
 # %%
-broken = plant("splits merged by their number")
+broken = plant("08b")
 broken.symptom("teachllm_lessons.helpers.lesson_08:long_answer")
 
 # %% [markdown]
@@ -231,12 +236,11 @@ broken.symptom("teachllm_lessons.helpers.lesson_08:long_answer")
 # knows of splits at all? Guess a file, then a function:
 # `broken.guess("kernels/teachllm_kernels/attention/paged_decode.py")`.
 
-# %%
+# %% tags=["skip-execution"]
 broken.reveal()
 
 # %% [markdown]
-# Another one to find, in a loop that you know by now: `plant("tiles added up without rescaling")`, with
-# `symptom("teachllm_lessons.helpers.lesson_08:rising_scores")`.
+# Another one to find: `plant("08a")`, with `symptom("teachllm_lessons.helpers.lesson_08:rising_scores")`.
 #
 # ## Measure
 #
@@ -257,8 +261,8 @@ for what, megabytes in moved.items():
 bars(reached, "TB/s (sequences x tokens)")
 
 # %% [markdown]
-# Where there is enough to read, the kernel reads at over nine tenths of what the memory gives: what it computes on the
-# way hardly counts. One sequence alone is another matter. Its bytes are few, and the time is a chain of waits: for the
+# Where there is enough to read, the kernel reaches over nine tenths of the memory's bandwidth: the arithmetic on the
+# way hardly counts. One sequence alone is different. It has few bytes to read, and waits three times in a row: for the
 # query, for the first tile, for the other splits. All of them in one picture, a roofline:
 
 # %%
@@ -276,14 +280,15 @@ points.append(("prompt of 16,384", num_flops / num_bytes, prompt["tflops"] * 1e1
 draw_roofline(decode["ceilings"], "attention_flops", points, f"{decode['device']}: attention under its roof")
 
 # %% [markdown]
-# A decode does 4 operations for each byte (4 query heads share a KV head), however long the sequence. So it stands
-# below the slope, where bandwidth is the limit. A prompt uses each key for thousands of queries and stands below the
-# flat part. A kernel moves a point up to the roof; to move it to the right takes fewer bytes: lesson 11.
+# A decode does 4 operations per byte (4 query heads share a KV head), however long the sequence. So it stands below the
+# slope, where bandwidth is the limit. A prompt uses each key for thousands of queries and stands below the flat part. A
+# better kernel moves a point up towards the roof; moving it to the right takes fewer bytes (lesson 11) or more queries
+# per step and sequence (lesson 10).
 #
 # **What the papers say.** FlashAttention (Dao et al., 2022) reports attention 7.6 times as fast as PyTorch's on GPT-2,
 # and Flash-Decoding (Dao et al., 2023) generation up to 8 times as fast on very long sequences. The first is about
 # bytes, as in this lesson's question: its ratio grows with the prompt. The second is about splits: for a decode scores
 # are few bytes beside K and V, and what is gained is that the whole GPU reads.
 #
-# **What is still wasted.** The kernel is as fast as memory, and a step has hundreds of kernels. Each has to be started,
-# by Python. *Next: 09, CUDA graphs and asynchronous scheduling.*
+# **What is still wasted.** The kernel is as fast as memory, and a step of a model runs well over a hundred kernels.
+# Python has to start each of them. *Next: 09, CUDA graphs and asynchronous scheduling.*

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 10 · Speculative decoding: several tokens per step, and none of them changed
 #
-# The lesson before took the host out of the way: graphs and asynchronous scheduling keep a GPU busy. Busy with what? A
-# decode step reads every weight of the model, and computes one token of each request with it. The next step reads them
-# all again. If the next few tokens were guessed, one reading would do for all of them.
+# Lesson 09 took the host out of the way: graphs and asynchronous scheduling keep a GPU busy. Busy with what? A decode
+# step reads every weight of the model, and computes one token per request with it. The next step reads them all again.
+# If the next few tokens were guessed, one read would do for all of them.
 #
 # *Needs: 07 (sampling), 04 (the tokens that a request still has to compute). About 30 minutes.*
 
@@ -19,15 +19,16 @@ from teachllm_lessons.helpers.lesson_10 import (
     JUDGE,
     PROPOSE,
     QUESTION,
+    TOKENS_PER_STEP,
     Noted,
     said_again,
     speculating,
     tokens_a_step,
+    told_lengths,
     verification,
 )
-from teachllm_lessons.helpers.lesson_10_pictures import where_it_comes_from
+from teachllm_lessons.helpers.pictures.lesson_10 import where_it_comes_from
 from teachllm_lessons.picture import bars
-from teachllm_lessons.predict import predict
 from teachllm_lessons.results import committed
 from teachllm_lessons.source import show
 from teachllm_lessons.watch import Watch
@@ -60,9 +61,9 @@ with Watch(max_model_len=256) as plain, speculating("custom", drafter=AlwaysWron
     print(f"the same answer: {plain.tokens('A') == wrong.tokens('A')}")
 
 # %% [markdown]
-# Five times the arithmetic, the same bytes. A processor that waits for memory has arithmetic to spare: on an H200 a
-# step of an 8B model with five tokens takes 1.07 times as long as with one (measured, see the end of this lesson). And
-# four wrong guesses have not changed the answer.
+# Five times the arithmetic for nearly the same bytes. A processor that waits for memory has arithmetic to spare: on an
+# H200 a step of an 8B model with five tokens takes 1.07 times as long as with one (measured, see the end of this
+# lesson). And four wrong guesses have not changed the answer.
 #
 # ## Show: guesses are tokens to compute
 #
@@ -76,7 +77,7 @@ show(
     add_drafts,
     {
         "min(len(drafts), budget": "drafts get the budget that is left, and never lie beyond a request's end",
-        "num_drafts -= 1": "short of blocks? One draft less. No request is preempted for a guess",
+        "num_drafts -= 1": "short of blocks: one draft less. No request is preempted for a guess",
         "request.num_computed_tokens += num_drafts": "counted as computed for now; what is rejected is taken back",
     },
     doc=False,
@@ -102,7 +103,7 @@ show(
 # ## Step: draft, verify, reject, recover
 #
 # The simplest drafter computes nothing. *Prompt lookup* (n-grams) searches the request's own tokens for its last few,
-# and proposes what followed them then. `Noted` is such a drafter that keeps what it said, for the picture.
+# and proposes what followed them then. `Noted` is such a drafter that keeps its proposals, for the picture.
 
 # %%
 noted = Noted(NgramDrafter(max_ngram=4, min_ngram=1).propose)
@@ -113,10 +114,10 @@ for _ in range(3):
 verification(watch, noted, "A", 0)
 
 # %% [markdown]
-# "KV" had been in the question, so what followed it there was proposed. " cache" is what the model says, too: accepted.
-# The next draft is not: *rejected*. What stands behind it was computed for nothing, as it continues a text that was
-# never said. But look at the purple cell: the model's logits behind " cache" are right, whatever was drafted there. So
-# the step gives one token more than drafts were accepted, the *recovered* token; or a *bonus* token if all are
+# "KV" is in the question, so what followed it there was proposed. The model samples " cache", too: accepted. The next
+# draft is not what the model samples: *rejected*. The drafts after it were computed for nothing, as they continue a
+# text that is not the answer. But the model's logits after " cache" are right, whatever was drafted there, and give "
+# keeps". So the step gives one token more than it accepts drafts: the *recovered* token, or a *bonus* token if all are
 # accepted.
 #
 # > **Myth: a rejected draft means falling back to normal decoding.** There is no second pass. The model's own token at
@@ -126,16 +127,18 @@ verification(watch, noted, "A", 0)
 # accepted of four".
 
 # %%
-watch.run()
-watch.add("B", said_again(watch), 24)
-watch.run()
+watch = speculating("custom", drafter=noted)
+for name, prompt in (("A", QUESTION), ("B", said_again(watch))):
+    watch.add(name, prompt, 24)
+    watch.run()
 watch.timeline()
 
 # %% [markdown]
 # ## Predict
 #
-# Four drafts per step, each accepted with probability 0.8 if those before it were. **How many tokens does a step
-# give on average?** The engine has a mode for benchmarks that accepts by a coin (its text means nothing).
+# Four drafts per step. Each is accepted with probability 0.8 if all before it were, and a rejection ends the walk.
+# **How many tokens does a step give on average?** The engine has a mode for benchmarks that accepts drafts by a seeded
+# coin (its text means nothing): twelve requests of 160 tokens. Their coins scatter, so 5% off is right.
 
 # %%
 yours = None
@@ -146,13 +149,9 @@ with speculating("custom", drafter=AlwaysWrong(), **coins) as watch:
         watch.add(f"{number}", QUESTION, 160)
     watch.run()
     found = 1 + watch.figures.num_accepted_tokens / watch.figures.num_drafts
-predict("Tokens per step:", yours, found, within=0.05)
+TOKENS_PER_STEP.compare(yours, found, num_steps=watch.figures.num_drafts)
 
 # %% [markdown]
-# Not 1 + 4 x 0.8 = 4.2: a draft counts only if all before it do. So the mean is 1 + a + a² + a³ + a⁴, which is
-# (1 - a⁵) / (1 - a) = 3.36 for a = 0.8; coins scatter around it. With k drafts it is (1 - aᵏ⁺¹) / (1 - a): eight drafts
-# bring 4.33 tokens, and twice as many for one more. At a = 0.5 four bring 1.94, and no number of them ever reaches 2.
-#
 # ## Build: a drafter, and the rule
 #
 # Write `propose`: given a request's `token_ids` (prompt and output so far), up to `num_tokens` guesses for what comes
@@ -174,21 +173,21 @@ my_drafter
 # ### The rule
 #
 # Greedy, a draft is right or wrong. At a temperature the model has probabilities p, and a drafter that is a model, too,
-# has drawn its draft from its own, q. Taking the draft whenever it looks likely would change the text. What must come
-# out is a token distributed as p, and as often as possible it should be the draft.
+# has drawn its draft from its own probabilities q. Taking every draft that looks likely would change the text. The
+# result must be distributed as p, and it should be the draft as often as possible.
 
 # %%
 where_it_comes_from(p=[0.5, 0.25, 0.15, 0.1], q=[0.1, 0.2, 0.2, 0.5])
 
 # %% [markdown]
-# The drafter draws d half of the time, and the model wants it in a tenth of cases: accept it with probability
-# p / q = 0.2. Token a is drafted too rarely: accept it always, probability min(1, p / q) = 1. Then what was rejected
-# (hatched) is as much as what is missing (purple), and a rejection draws from exactly that: max(p - q, 0), scaled to
-# add up to 1. Green and purple together reach each line, p, and q has cancelled out. A bad drafter costs speed only.
+# The drafter draws d half of the time, and the model gives it a tenth: accept it with probability p / q = 0.2. Token a
+# is drafted too rarely: accept it always, with probability min(1, p / q) = 1. Then the rejected share (hatched) is as
+# large as the missing one (p - q), and a rejection draws from exactly that: max(p - q, 0), scaled to add up to 1.
+# Accepted and recovered tokens together reach each line, p, and q has cancelled out. A bad drafter costs speed only.
 #
 # Write `judge`. `p` and `q` are tensors [rows, tokens], `token` [rows, 1] was drawn from q, `coin` [rows, 1] is uniform
-# in (0, 1). Return which drafts are accepted, [rows, 1] bool, and what a rejection draws from, [rows, tokens]. The
-# contract does not sample: it adds up all cases, and compares with p. Hints: `JUDGE.hint(1)`.
+# in (0, 1). Return which drafts are accepted, [rows, 1] bool, and the probabilities that a rejection draws from, [rows,
+# tokens]. The contract does not sample: it adds up all cases, and compares with p. Hints: `JUDGE.hint(1)`.
 
 
 # %%
@@ -206,26 +205,25 @@ my_rule
 # the p and q of the picture.
 
 # %%
-broken = plant("a rejection that draws from p")
+broken = plant("10a")
 broken.symptom("teachllm_lessons.helpers.lesson_10:greedy_and_random")
 
 # %% [markdown]
-# Greedy shows nothing: a draft is the best token or it is not, and the rule is not asked. The draws are off, in all
-# four tokens. Which come too often, those that the drafter likes or those that it does not? Is it the acceptance, or
-# what comes after a rejection? Guess with `broken.guess("teachllm/spec_decode/ngram.py")`, then
-# look.
+# Greedy shows nothing: a draft is the best token or it is not, and the rule is not asked. The draws are off for all
+# four tokens. Which tokens come too often: the drafter's favourites or the others? Compare with the picture above.
+# Guess with `broken.guess("teachllm/spec_decode/ngram.py")`, then look.
 
-# %%
+# %% tags=["skip-execution"]
 broken.reveal()
 
 # %% [markdown]
 # ## Measure
 #
-# Tokens per step by drafter, on a question and on an answer that is said again. Three drafters have weights, trained
-# for this model and embedded in the package. `draft_model` is a smaller model that runs four times for four drafts.
-# `eagle` is one layer that continues the model's own hidden states. `medusa` is four heads on the last hidden state,
-# each for one token further ahead, which do not know what the others guess. The *tree* has second and third guesses
-# beside the first, and all its branches are verified in one pass.
+# Tokens per step by drafter, on a question and on an answer that is asked for again. Three drafters have weights,
+# trained for this model and embedded in the package. `draft_model` is a smaller model that runs four times for four
+# drafts. `eagle` is one layer that continues the model's own hidden states. `medusa` is four heads on the last hidden
+# state, each for one token further ahead, which do not know what the others guess. The *tree* has second and third
+# guesses beside the first, and all its branches are verified in one pass.
 
 # %%
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]"
@@ -244,28 +242,33 @@ for name, way in ways.items():
             gained[f"{name}: {which}"] = tokens_a_step(watch, which)
         answers.append(watch.all_tokens)
 print(f"all answers are the same: {all(each == answers[0] for each in answers)}")
-bars(gained, "tokens a decode step")
+bars(gained, "tokens per decode step")
 
 # %% [markdown]
-# The drafters with weights know by heart what their model knows by heart; on questions that neither was trained on they
-# gain nearly as much, as the figures below say. To copy a text is hard for Medusa, as each of its heads guesses without
-# knowing what the one before has guessed; there a tree gains. Where the first guesses are right anyway, a tree only has
-# more to lose: near the end of a request its nodes no longer fit.
+# The drafters with weights know the same answers by heart as their model. On questions that neither was trained on they
+# gain nearly as much (figures below), as this small model is sure of nearly every token; expect less of larger models.
+# To copy a text is hard for Medusa, as each of its heads guesses without knowing the guess of the head before; there a
+# tree gains. Where the first guesses are right anyway, a tree only loses: near the end of a request not all of its nine
+# nodes fit, and those that fit are wide and not deep.
 #
 # Tokens per step are not speed. A step with drafts takes longer, and the drafter takes time of its own. These figures
-# are from an H200, committed with the project. The last two lines are live: an engine that drafts always, and one that
-# adapts, with a hopeless drafter.
+# are from an H200, committed with the project. The last two lines are live: an engine that always drafts, and one that
+# adapts, with a drafter that is never right.
 
 # %%
 (one_file, one), (many_file, many) = committed("-speculation-", "single"), committed("-speculation-", "many")
 drafters_file, drafters = committed("-drafters-", "test")
 for method, found in drafters["test"].items():
     same = f"{found['num_same_answers']} of {found['num_answers']} answers the same"
-    print(f"{method}: {found['mean_length']:.2f} tokens a verification, {same}")
+    print(f"{method}: {found['mean_length']:.2f} tokens per verification, {same}")
 print(f"({drafters_file.name}: {drafters['device']}, commit {drafters['commit'][:9]}; questions never trained on)\n")
 step = one["single"]["verify_step"] / one["single"]["plain"]
 print(f"8B model, one request: a step of 5 tokens takes {step:.2f} plain steps ({one_file.name}, {one['device']})")
-print(f"8B model, 64 requests: {many_file.name}, {many['device']}; coins of 0.8 decide what is accepted\n")
+print(f"8B model, 64 requests: {many_file.name}, {many['device']}; coins of 0.8 decide what is accepted")
+for method in ("ngram", "draft_model"):
+    lengths = told_lengths(many["many"][f"{method}_0.8_lengths"])
+    print(f"  {method}, adaptive; how many drafts a request's next step was to have: {lengths}")
+print()
 for adaptive in (False, True):
     with speculating("custom", drafter=AlwaysWrong(), adaptive=adaptive) as watch:
         watch.add("A", QUESTION, 120)
@@ -273,23 +276,28 @@ for adaptive in (False, True):
         print(f"adaptive={adaptive}: {watch.figures.num_draft_tokens:3} drafts for 120 tokens, none of them right")
 bars(
     {
-        "1 request, look-up": one["single"]["ngram_measured"],
-        "1 request, 0.6B draft model": one["single"]["draft_model_measured"],
-        "64 requests, look-up": 1 / many["many"]["ngram_0.8_against_plain"],
-        "64 requests, 0.6B draft model": 1 / many["many"]["draft_model_0.8_against_plain"],
+        "1 request, look-up: always 4 drafts": one["single"]["ngram_measured"],
+        "1 request, 0.6B draft model: always 4": one["single"]["draft_model_measured"],
+        "64 requests, look-up, adaptive: mostly 2 drafts": 1 / many["many"]["ngram_0.8_against_plain"],
+        "64 requests, 0.6B draft model, adaptive: hardly ever drafts": 1
+        / many["many"]["draft_model_0.8_against_plain"],
     },
     "times as fast as without drafts, at acceptance 0.8",
 )
 
 # %% [markdown]
-# One request waits for memory, and drafts are nearly free: look-up comes close to the 3.36 of the formula. With 64
-# requests the processor has its arithmetic to do, and each draft takes the time of another request's token. The draft
-# model gains nothing there and would cost, so the engine measures acceptance and step times as it runs and lowers the
-# number of drafts, down to zero (`adaptive`, `teachllm/spec_decode/draft_length.py`).
+# One request waits for memory, and drafts are nearly free: look-up comes close to the tokens per step that these coins
+# give. With 64 requests, four drafts each would make 320 tokens per step. From about 175 on, this card's arithmetic
+# takes longer than reading the weights (772 TFLOP/s over 4.4 TB/s, 2 FLOPs per weight of 2 bytes), so drafts cost time.
+# The engine measures acceptance and step times as it runs and lowers the number of drafts, down to zero (`adaptive`,
+# `teachllm/spec_decode/draft_length.py`), and so it did for the lower two bars. With look-up it settled on two drafts,
+# 192 tokens per step. A draft model also reads its own K and V of all requests for every draft, which does not pay
+# there: it hardly ever drafted. Its 0.985 is what deciding that costs, beside plain decoding. What four drafts each
+# would cost is not in the record.
 #
 # **What the papers say.** Leviathan et al. (2023) report 2 to 3 times the speed for T5-XXL with identical outputs, Chen
 # et al. (2023) 2 to 2.5 times for Chinchilla 70B. vLLM's authors (2024) report that it was 1.4 to 1.8 times *slower* at
 # high request rates. It is a gain for few requests, and must know when to stop.
 #
-# **What is still wasted.** Every step still reads all weights, in 16 bits each. Does a weight need them?
+# **What is still wasted.** Every step still reads all weights, in 16 bits each. Does a weight need that many?
 # *Next: 11, quantization.*

@@ -1,9 +1,9 @@
 """A planted fault to find: the engine with one line changed, in a process of its own; this one stays whole.
 
-broken = plant("a hash without its parent")
+broken = plant("05a")
 broken.symptom("teachllm_lessons.helpers.lesson_05:two_beginnings")   # what a user would see
 broken.guess("teachllm/core/prefix_cache.py", "hash_block")
-broken.reveal()                                             # the line, and what the suite says of it
+broken.reveal()                                             # the line, what it does, and the test that notices
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from teachllm_lessons.broken_process import BrokenProcess, run_scenario
-from teachllm_lessons.faults import FAULTS, ROOT, Fault
+from teachllm_lessons.faults import ROOT, Fault, find_fault
 from teachllm_lessons.mutants import copy_to, last_words
 
 _SECONDS = 240.0  # for a question
@@ -62,8 +62,11 @@ class Broken:
     def guess(self, path: str, function: str | None = None) -> MarkdownText:
         """Return whether the fault is in that file, or in that function of it."""
         ends = "/" + path.removeprefix("./").lstrip("/")
-        if not any(f"/{each}".endswith(ends) for each in _files()):
+        meant = [each for each in _files() if f"/{each}".endswith(ends)]
+        if not meant:
             return MarkdownText(f"? There is no `{path}` here.")
+        if len(meant) > 1:
+            return MarkdownText(f"? Which one: {', '.join(f'`{each}`' for each in sorted(meant))}?")
         if not f"/{self.fault.path}".endswith(ends):
             return MarkdownText(f"✗ Not in `{path}`: nothing is changed there.")
         place = self._function()
@@ -77,15 +80,17 @@ class Broken:
         return MarkdownText(f"The file is right. `{asked}` is as it should be.")
 
     def reveal(self) -> MarkdownText:
-        """The changed lines, and the words of the test that notices."""
+        """Return what is wrong, the changed lines, what they do, and the words of the test that notices."""
         code, printed = self._asked("test", self.fault.test)
         before, after = self.fault.before.strip("\n").splitlines(), self.fault.after.strip("\n").splitlines()
         diff = [line for line in difflib.ndiff(before, after) if not line.startswith("?")]
         found = f"fails: `{last_words(printed)}`" if code == 1 else "passes: it should have failed, please report it"
-        return MarkdownText(
-            f"`{self.fault.path}`, in `{self._function()}`:\n\n```diff\n" + "\n".join(diff) + "\n```\n\n"
-            f"{self.fault.happens} `{self.fault.test}` {found}"
+        parts = (
+            f"**{self.fault.name[0].upper()}{self.fault.name[1:]}**: `{self.fault.path}`, in `{self._function()}`",
+            "\n".join(["```diff", *diff, "```"]),
+            f"{self.fault.happens} `{self.fault.test}` {found}",
         )
+        return MarkdownText("\n\n".join(parts))
 
     def _asked(self, kind: str, name: str) -> tuple[int, str]:
         if self._process is None or not self._process.is_there:
@@ -109,9 +114,13 @@ class Broken:
         return max(inside, key=lambda node: node.lineno).name if inside else "the module"
 
 
-def plant(name: str) -> Broken:
-    """The engine with the fault of this name, see `faults.py`."""
-    return Broken(next(fault for fault in FAULTS if fault.name == name))
+def plant(id: str) -> Broken:
+    """Return the engine with the fault of this id, see `faults.py`, which names all of them.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return Broken(find_fault(id))
 
 
 def _files() -> Iterator[str]:

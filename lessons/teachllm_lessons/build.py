@@ -4,7 +4,8 @@
     python -m teachllm_lessons.build 05 08              # these
     python -m teachllm_lessons.build --keep-outputs     # execute and stamp; leave the notebooks as they are
 
-A notebook is executed from top to bottom in a kernel of its own, and kept with its outputs. A cell that fails ends it.
+A notebook is executed from top to bottom in a kernel of its own, and kept with its outputs. A cell that fails ends it;
+a cell with the tag `skip-execution` (one that reveals a fault) is left to the reader.
 `stamps.json` holds a hash of what each notebook was made from when it was last executed without an error, so that a
 test can tell which ones have to be executed again.
 """
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from teachllm_lessons.faults import ROOT
+from teachllm_lessons.index import find
+from teachllm_lessons.links import head, install_cell, linked
 
 FOLDER = ROOT / "lessons"
 STAMPS = FOLDER / "stamps.json"
@@ -35,10 +38,17 @@ def sources() -> list[Path]:
 
 
 def read(source: Path) -> Any:
-    """A notebook without outputs, as its source says."""
+    """Return a notebook without outputs: the source's cells with their links, and one that installs before the code."""
     import jupytext
+    import nbformat
 
+    lesson = find(source.name[:2])
     notebook = jupytext.read(source, fmt="py:percent")
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = linked(cell.source)
+    notebook.cells[0].source += "\n\n" + head(lesson)
+    notebook.cells.insert(1, nbformat.v4.new_code_cell(install_cell(lesson)))
     for index, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{index:02}"  # stable, so that a notebook made again differs where it differs
     notebook.metadata = {
@@ -57,7 +67,7 @@ def stamp(source: Path) -> str:
     """Return the SHA-256 of a lesson's source and of its own helper modules."""
     helpers = FOLDER / "teachllm_lessons" / "helpers"
     hashed = hashlib.sha256()
-    for path in (source, *sorted(helpers.glob(f"lesson_{source.name[:2]}*.py"))):
+    for path in (source, *sorted(helpers.rglob(f"lesson_{source.name[:2]}*.py"))):
         hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return hashed.hexdigest()
 

@@ -106,7 +106,8 @@ class Checked:
         }
 
     def _markdown(self) -> str:
-        return f"{_MARKS[self.verdict]} **`{self.exercise.name}`** {self.message}"
+        between = ":" if self.verdict == "wrong" else ""
+        return f"{_MARKS[self.verdict]} **`{self.exercise.name}`**{between} {self.message}"
 
     def __repr__(self) -> str:
         return self._markdown().replace("**", "").replace("`", "")

@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="those whose name has these words")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
-    outcomes = try_all([fault for fault in FAULTS if options.only in fault.name], options.jobs)
+    outcomes = try_all([fault for fault in FAULTS if options.only in f"{fault.id} {fault.name}"], options.jobs)
     table = Table(box=None, padding=(0, 1))
     for column in ("lesson", "fault", "found by", "seconds"):
         table.add_column(column)
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = each.fault.test.rpartition("::")[2] if each.is_good else f"[bold red]NOT FOUND[/]: {each.fault.test}"
         if not each.is_clean:
             where = f"[bold red]FAILS WITHOUT IT[/]: {each.fault.test}: {each.message}"
-        table.add_row(each.fault.lesson, each.fault.name, where, f"{each.seconds:.0f}")
+        table.add_row(each.fault.id, each.fault.name, where, f"{each.seconds:.0f}")
     Console().print(table)
     num_found = sum(each.is_good for each in outcomes)
     print(f"{num_found} of {len(outcomes)} planted faults are found by their tests, which pass without them")

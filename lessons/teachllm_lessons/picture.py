@@ -1,21 +1,30 @@
-"""A picture in a notebook: drawn by matplotlib, without a background, so that it is read in light and in dark."""
+"""A picture in a notebook: an SVG on a paper of its own, which follows the reader's light or dark theme."""
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from html import escape
+from typing import Any, Literal
 
-from teachllm_lessons.palette import BAR, INK, LINE, OTHER_BAR, color
+from teachllm_lessons.palette import BAR, DARK, INK, LINE, OTHER_BAR, PAPER, series_color
 
 _STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "teachllm", "font.family": "sans-serif"}
+_NAMES = {color: f"--teachllm-{index}" for index, color in enumerate(DARK)}
+_FOLLOWS_THE_THEME = (
+    "<style>@media (prefers-color-scheme: dark) { .teachllm-picture { "
+    + "; ".join(f"{name}: {DARK[color]}" for color, name in _NAMES.items())
+    + " } }</style>"
+)
 
 
 class Picture:
     """A figure that shows itself as SVG.
 
     Args:
-        says: what is to be seen, for those who cannot see it and where only text is shown.
+        figure: a figure of matplotlib.
+        says: what the picture shows, with its numbers, for readers who cannot see it and where only text is shown.
     """
 
     def __init__(self, figure: Any, says: str) -> None:
@@ -26,22 +35,30 @@ class Picture:
 
         out = io.StringIO()
         with matplotlib.rc_context(_STYLE):
-            self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Title": self.says})
-        return out.getvalue().replace("<svg ", '<svg style="max-width: 100%; height: auto" ', 1)
+            self.figure.savefig(out, format="svg", facecolor=PAPER, metadata={"Date": None, "Title": self.says})
+        drawn = re.sub("|".join(_NAMES), lambda found: f"var({_NAMES[found[0]]}, {found[0]})", out.getvalue())
+        look = 'class="teachllm-picture" role="img" style="max-width: 100%; height: auto; border-radius: 6px"'
+        said = escape(self.says, quote=True)
+        return re.sub(
+            r"<svg ([^>]*)>",
+            lambda found: f'<svg {look} aria-label="{said}" {found[1]}>{_FOLLOWS_THE_THEME}',
+            drawn,
+            count=1,
+        )
 
     def __repr__(self) -> str:
         return f"[picture: {self.says}]"
 
 
 def axes(width: float, height: float, **more: Any) -> tuple[Any, Any]:
-    """A figure of so many inches, and its axes with lines and text in grey."""
+    """Return a figure of so many inches, and its axes in the theme's ink."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     ax = figure.subplots(**more)
     for each in ax.flat if hasattr(ax, "flat") else [ax]:
         each.patch.set_alpha(0)
-        each.tick_params(colors=INK, labelsize=9)
+        each.tick_params(which="both", color=LINE, labelcolor=INK, labelsize=9)
         each.spines[:].set_color(LINE)
         each.spines[["top", "right"]].set_visible(False)
         for label in (each.xaxis.label, each.yaxis.label, each.title):
@@ -49,13 +66,45 @@ def axes(width: float, height: float, **more: Any) -> tuple[Any, Any]:
     return figure, ax
 
 
+def rectangle(
+    ax: Any, x: float, y: float, width: float, height: float, filled: Any, *, edge: str = LINE, **look: Any
+) -> None:
+    """Draw a rectangle with an edge, which is seen on the paper whatever fills it.
+
+    Args:
+        filled: a color, (red, green, blue[, opacity]) from 0 to 1, or "none".
+        look: as matplotlib's `Rectangle` takes it: `linestyle`, `linewidth`, `hatch`.
+    """
+    from matplotlib.patches import Rectangle
+
+    ax.add_patch(Rectangle((x, y), width, height, **{"facecolor": filled, "edgecolor": edge, "linewidth": 0.6} | look))
+
+
+def log_axis(
+    ax: Any, which: Literal["x", "y"], values: Sequence[float] = (), *, multiples: Sequence[int] = (1, 2, 5)
+) -> None:
+    """Make an axis logarithmic, with plain numbers as its labels.
+
+    Args:
+        values: where its ticks are; without any, at `multiples` of the powers of ten.
+    """
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    (ax.set_xscale if which == "x" else ax.set_yscale)("log")
+    axis = ax.xaxis if which == "x" else ax.yaxis
+    axis.set_major_locator(FixedLocator(list(values)) if values else LogLocator(subs=multiples, numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+
+
 def short(value: float) -> str:
-    """For a label: three digits, or a whole number with its thousands apart."""
+    """Return a label: three digits, or a whole number with separators between its thousands."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def bars(values: Mapping[str, float], label: str, *, log: bool = False, best: str | None = None) -> Picture:
-    """One bar for each name, with its number.
+def bars(values: Mapping[str, float], label: str, *, best: str | None = None) -> Picture:
+    """Draw one bar per name, from zero, with its number.
 
     Args:
         label: what is measured, and its unit.
@@ -65,16 +114,31 @@ def bars(values: Mapping[str, float], label: str, *, log: bool = False, best: st
     colors = [BAR if best in (None, name) else OTHER_BAR for name in values]
     drawn = ax.barh(list(values), list(values.values()), color=colors)
     ax.bar_label(drawn, [short(value) for value in values.values()], padding=4, color=INK, fontsize=9)
-    ax.set_xlabel(label)
-    ax.set_xscale("log" if log else "linear")
-    ax.margins(x=0.15)
-    ax.invert_yaxis()
-    said = ", ".join(f"{name} {short(value)}" for name, value in values.items())
-    return Picture(figure, f"{label}: {said}")
+    _finish_rows(ax, label)
+    return Picture(figure, _said(values, label))
+
+
+def dots(values: Mapping[str, float], label: str) -> Picture:
+    """Draw one dot per name on a logarithmic axis, with its number: for values that are orders of magnitude apart.
+
+    A bar on a logarithmic axis has no length that means anything, since the axis has no zero.
+
+    Args:
+        label: what is measured, and its unit.
+    """
+    figure, ax = axes(8, 0.6 + 0.34 * len(values))
+    ax.plot(list(values.values()), list(values), "o", color=BAR, markersize=7)
+    for name, value in values.items():
+        ax.annotate(short(value), (value, name), (8, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
+    log_axis(ax, "x")
+    ax.grid(axis="y", color=LINE, linewidth=0.5, alpha=0.5)
+    ax.margins(y=0.5 / max(len(values) - 1, 1))
+    _finish_rows(ax, label)
+    return Picture(figure, _said(values, label))
 
 
 def lines(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, *, log: str = "") -> Picture:
-    """One line for each name, of (x values, y values).
+    """Draw one line per name, of (x values, y values).
 
     Args:
         x, y: what is measured, and its unit.
@@ -82,12 +146,29 @@ def lines(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str,
     """
     figure, ax = axes(8, 3.2)
     for index, (name, (xs, ys)) in enumerate(series.items()):
-        ax.plot(xs, ys, marker="o", markersize=4, color=color(index), label=name)
+        ax.plot(xs, ys, marker="os^Dv*"[index % 6], markersize=5, color=series_color(index), label=name)
     ax.set_xlabel(x)
     ax.set_ylabel(y)
-    ax.set_xscale("log" if "x" in log else "linear")
-    ax.set_yscale("log" if "y" in log else "linear")
-    ax.grid(color=LINE, linewidth=0.5)
+    places = {value for xs, _ in series.values() for value in xs}
+    if "x" in log:
+        log_axis(ax, "x", sorted(places) if len(places) <= 12 else ())
+    if "y" in log:
+        log_axis(ax, "y")
+    ax.grid(color=LINE, linewidth=0.5, alpha=0.5)
     if len(series) > 1:
         ax.legend(frameon=False, labelcolor=INK, fontsize=9)
-    return Picture(figure, f"{y} over {x}, for {', '.join(series)}")
+    return Picture(figure, f"{y} over {x}: " + "; ".join(_ends(name, *each) for name, each in series.items()))
+
+
+def _ends(name: str, xs: Sequence[float], ys: Sequence[float]) -> str:
+    return f"{name} {short(ys[0])} at {short(xs[0])} to {short(ys[-1])} at {short(xs[-1])}"
+
+
+def _finish_rows(ax: Any, label: str) -> None:
+    ax.set_xlabel(label)
+    ax.margins(x=0.15)
+    ax.invert_yaxis()
+
+
+def _said(values: Mapping[str, float], label: str) -> str:
+    return f"{label}: " + ", ".join(f"{name} {short(value)}" for name, value in values.items())

@@ -1,6 +1,6 @@
 """The visualizer's views, standing still: the block pool, the block tables and the timeline of a trace.
 
-pool       each block in the colours of its users, filled as far as tokens are computed; dashed: free, yet findable
+pool       each block in its users' colors, filled as far as tokens are computed; dashed: not in use, still findable
 tables     each request's table, logical block by logical block, with the physical block in it
 timeline   a row for each request, a column for each step: how many tokens it computed, or why it waited
 """
@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from teachllm.trace.replay import Line, Replay
-from teachllm_lessons.palette import HIT, INK, LINE, PALE, color, ink_on
-from teachllm_lessons.picture import Picture, axes
+from teachllm_lessons.palette import HIT, INK, LINE, PALE, PAPER, Color, color, ink_on
+from teachllm_lessons.picture import Picture, axes, rectangle
 
 _COLUMNS = 24  # of a pool
+_PALE_SHARE = 0.3  # how much of a request's color is in what is pale
 _WAITS = {
     **{"behind_head": "queue", "token_budget": "budget", "sequence_limit": "limit", "no_free_blocks": "blocks"},
     **{"static_batch": "batch", "preempted": "preempted"},
@@ -46,17 +47,16 @@ def pool(state: Replay, *, columns: int = _COLUMNS, marked: Sequence[int] = ()) 
             width = 0.86 / len(owners)
             level = 0.86 * filled.get((name, block_id), 1.0)
             left = x + 0.07 + index * width
-            ax.add_patch(_rectangle(left, y + 0.07, width, 0.86, (*colors[name], 0.25)))
-            ax.add_patch(_rectangle(left, y + 0.07, width, level, colors[name]))
+            rectangle(ax, left, y + 0.07, width, 0.86, (*colors[name], _PALE_SHARE), edge="none")
+            rectangle(ax, left, y + 0.07, width, level, colors[name], edge="none")
         if block_id in marked:
             _box(ax, x, y, "none", edge, "-", 2.0)
         if owners:
             text = owners[0] if len(owners) == 1 else f"{len(owners)}x"
-            is_full = filled.get((owners[0], block_id), 1.0) > 0.55
-            ink = ink_on(colors[owners[0]]) if is_full else INK
-            ax.text(x + 0.5, y + 0.5, text[:4], ha="center", va="center", fontsize=8, color=ink)
+            is_of_one_color = len(owners) == 1 and filled.get((owners[0], block_id), 1.0) == 1.0
+            _label(ax, x + 0.5, y + 0.5, text[:4], colors[owners[0]] if is_of_one_color else None)
         else:
-            ax.text(x + 0.5, y + 0.5, str(block_id), ha="center", va="center", fontsize=6, color=INK, alpha=0.7)
+            ax.text(x + 0.5, y + 0.5, str(block_id), ha="center", va="center", fontsize=6, color=INK)
     _bare(ax, columns, rows)
     used = sum(bool(block.users) for block in state.blocks)
     findable = sum(not block.users and block.block_hash is not None for block in state.blocks)
@@ -69,7 +69,7 @@ def tables(state: Replay, names: Sequence[str] = ()) -> Picture:
     """Block tables of live requests, or of those that are named."""
     shown = [name for name, each in state.requests.items() if (name in names if names else each.table)]
     width = max((len(state.requests[name].table) for name in shown), default=1)
-    figure, ax = axes(min(1.4 + 0.5 * width, 9), 0.42 * max(len(shown), 1) + 0.5)
+    figure, ax = axes(min(max(1.4 + 0.5 * width, 4.4), 9), 0.42 * max(len(shown), 1) + 0.5)
     order = list(state.requests)
     for row, name in enumerate(shown):
         request, filled = state.requests[name], color(order.index(name))
@@ -77,13 +77,10 @@ def tables(state: Replay, names: Sequence[str] = ()) -> Picture:
         for place, block_id in enumerate(request.table):
             level = min(max(request.num_computed_tokens - place * state.block_size, 0), state.block_size)
             is_shared = len(set(state.blocks[block_id].users)) > 1
-            ax.add_patch(_rectangle(place + 0.04, 0.07 - row, 0.92, 0.86, (*filled, 0.25)))
-            share = 0.92 * level / state.block_size
-            ax.add_patch(_rectangle(place + 0.04, 0.07 - row, share, 0.86, filled))
-            if is_shared:
-                _box(ax, place, -row, "none", HIT, "-", 2.0)
-            ink = ink_on(filled) if level > state.block_size / 2 else INK
-            ax.text(place + 0.5, 0.5 - row, str(block_id), ha="center", va="center", fontsize=8, color=ink)
+            rectangle(ax, place + 0.05, 0.05 - row, 0.9, 0.9, (*filled, _PALE_SHARE), edge="none")
+            rectangle(ax, place + 0.05, 0.05 - row, 0.9 * level / state.block_size, 0.9, filled, edge="none")
+            _box(ax, place, -row, "none", HIT if is_shared else LINE, "-", 2.0 if is_shared else 0.8)
+            _label(ax, place + 0.5, 0.5 - row, str(block_id), filled if level == state.block_size else None)
     ax.set_xlim(-1.2, width + 0.1)
     ax.set_ylim(1 - max(len(shown), 1) - 0.05, 1.05)
     ax.axis("off")
@@ -114,7 +111,8 @@ def timeline(lines: Sequence[Line], *, first: int = 0, last: int | None = None, 
             name = scheduled["request_id"]
             row, filled = names.index(name), color(names.index(name))
             is_prompt = scheduled["phase"] == "prefill"
-            ax.add_patch(_rectangle(column + 0.04, 0.08 - row, 0.92, 0.84, filled if is_prompt else (*filled, 0.5)))
+            shade = filled if is_prompt else (*filled, _PALE_SHARE)
+            rectangle(ax, column + 0.04, 0.08 - row, 0.92, 0.84, shade)
             if numbers and cell > 0.2:
                 held = f"{scheduled['num_accepted']}/{scheduled['num_draft']}" if "num_draft" in scheduled else None
                 text = held or str(scheduled["num_tokens"])
@@ -122,7 +120,7 @@ def timeline(lines: Sequence[Line], *, first: int = 0, last: int | None = None, 
                 ax.text(column + 0.5, 0.5 - row, text, ha="center", va="center", fontsize=7, color=ink)
         for name, (reason, _) in step["waiting"].items():
             row = names.index(name)
-            ax.add_patch(_rectangle(column + 0.04, 0.4 - row, 0.92, 0.2, PALE))
+            rectangle(ax, column, 0.4 - row, 1, 0.2, LINE, edge="none")
             is_new = column == 0 or reason != shown[column - 1]["waiting"].get(name, ("",))[0]
             if is_new and (column - labelled.get(row, -99)) * cell > 0.35:  # inches, which a word takes
                 labelled[row] = column
@@ -142,17 +140,15 @@ def timeline(lines: Sequence[Line], *, first: int = 0, last: int | None = None, 
     return Picture(figure, says)
 
 
-def _rectangle(x: float, y: float, width: float, height: float, filled: Any) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x, y), width, height, facecolor=filled, edgecolor="none")
+def _label(ax: Any, x: float, y: float, text: str, filled: Color | None) -> None:
+    """Write a block's label on the color that fills it, or, where it has several, on paper of its own."""
+    paper: Any = None if filled else {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
+    ink = ink_on(filled) if filled else INK
+    ax.text(x, y, text, ha="center", va="center", fontsize=8, color=ink, bbox=paper)
 
 
 def _box(ax: Any, x: float, y: float, filled: str, edge: str, style: str, width: float = 0.8) -> None:
-    from matplotlib.patches import Rectangle
-
-    box = Rectangle((x + 0.05, y + 0.05), 0.9, 0.9, facecolor=filled, edgecolor=edge, linestyle=style, linewidth=width)
-    ax.add_patch(box)
+    rectangle(ax, x + 0.05, y + 0.05, 0.9, 0.9, filled, edge=edge, linestyle=style, linewidth=width)
 
 
 def _bare(ax: Any, columns: int, rows: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from teachllm.config import EngineConfig
 from teachllm.engine.llm_engine import Engine
 from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
+from teachllm.errors import counted
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.spec_decode.drafter import Drafter
@@ -58,7 +59,7 @@ class StepView:
                 else f"tokens {scheduled['start']} to {end - 1}"
             )
             said = "".join(scheduled.get("text", ()))
-            yield scheduled["request_id"], f"{scheduled['phase']}: computes {which}", f"says `{said}`" if said else ""
+            yield scheduled["request_id"], f"{scheduled['phase']}: computes {which}", f"gives `{said}`" if said else ""
         for name, (_, words) in self.line["waiting"].items():
             yield name, "waits", words
         for name, reason in self.line["finished"].items():
@@ -69,8 +70,8 @@ class StepView:
         if self.line is None:
             return "no tokens have arrived yet"
         count, blocks = sum(scheduled["num_tokens"] for scheduled in self.line["scheduled"]), self.line["blocks"]
-        held = f"{blocks['used']} blocks used, {blocks['cached']} cached, {blocks['free']} free"
-        return f"step {self.line['step']}: {count} token{'s' if count > 1 else ''} in one pass; {held}"
+        held = f"{counted(blocks['used'], 'block')} used, {blocks['cached']} cached, {blocks['free']} free"
+        return f"step {self.line['step']}: {counted(count, 'token')} in one pass; {held}"
 
     def _repr_markdown_(self) -> str:
         rows = "\n".join(f"| {who} | {what} | {more} |" for who, what, more in self._rows())

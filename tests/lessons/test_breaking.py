@@ -12,13 +12,13 @@ from teachllm_lessons.broken_process import BrokenProcess
 from teachllm_lessons.mutants import copy_to
 from tests.thorough import only_thorough
 
-FAULT = "half a character is shown"
+FAULT = "00b"
 SCENARIOS = {  # those that notebooks name and do not run
-    "half a character is shown": "lesson_00:a_stream",
-    "a table gets a block more than it needs": "lesson_02:blocks_of_prompts",
-    "a shared block is given away with its first user": "lesson_02:one_beginning_for_two",
-    "newcomers take what a running request waits for": "lesson_06:an_urgent_newcomer",
-    "tiles added up without rescaling": "lesson_08:rising_scores",
+    "00b": "lesson_00:a_stream",
+    "02b": "lesson_02:blocks_of_prompts",
+    "02c": "lesson_02:one_beginning_for_two",
+    "06b": "lesson_06:an_urgent_newcomer",
+    "08a": "lesson_08:rising_scores",
 }
 
 
@@ -48,9 +48,10 @@ def test_a_scenario_shows_the_fault(name: str) -> None:
 
 
 def test_a_guess_is_judged_file_by_file_and_function_by_function() -> None:
-    broken = plant("the first to arrive gives way")
+    broken = plant("06a")
     assert broken.guess("teachllm/core/block_pool.py").text.startswith("✗ Not in")
     assert broken.guess("teachllm/core/scheduler.py").text == "✓ It is in `teachllm/core/scheduler.py`. Which function?"
+    assert plant("11a").guess("gptq.py").text.startswith("? Which one: `teachllm/quantization/algorithms/gptq.py`, ")
     assert broken.guess("scheduler.py", "_preempt").text == "The file is right. `_preempt` is as it should be."
     assert broken.guess("scheduler.py", "_make_room").text.startswith("✓ It is in `teachllm/core/scheduler.py`, in")
 
@@ -62,6 +63,6 @@ def test_a_process_that_ends_or_never_answers_is_followed_by_another_one(tmp_pat
     with pytest.raises(TimeoutError, match="is the machine busy"):
         process.ask("scenario", "signal:pause", 2.0)
     assert not process.is_there
-    broken = plant("the first to arrive gives way")
+    broken = plant("06a")
     assert broken._asked("scenario", "os:abort")[0] == -signal.SIGABRT
     assert broken._asked("scenario", "os:getpid") == (0, "")

@@ -128,7 +128,7 @@ def check(text: str) -> None:
     for module, name in re.findall(r"[\"'](teachllm_lessons[\w.]*):(\w+)[\"']", text):
         find(module, name)
     planted = set(re.findall(r'plant\("([^"]+)"\)', text.replace("\n#", "")))
-    assert planted <= {fault.name for fault in FAULTS}
+    assert planted <= {fault.id for fault in FAULTS}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(FOLDER).as_posix())
@@ -145,7 +145,7 @@ def test_every_name_that_a_lesson_uses_is_there(path: Path) -> None:
         "from teachllm.core import policy\nprint(policy.Gone())",
         "from teachllm_lessons.watch import Watch\nWatch.gone",
         "from teachllm_lessons.watch import Watch\nwatch = Watch()\nwatch.gone",
-        "from teachllm_lessons.breaking import plant\nplant(fault='a hash without its parent')",
+        "from teachllm_lessons.breaking import plant\nplant(fault='05a')",
         "from teachllm_lessons.breaking import plant\nplant('x').symptom('teachllm_lessons.helpers.lesson_05:gone')",
         'from teachllm_lessons.breaking import plant\nplant("no such fault")',
     ],

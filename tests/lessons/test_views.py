@@ -12,7 +12,7 @@ from teachllm.core.prefix_cache import PrefixCache
 from teachllm_lessons import palette
 from teachllm_lessons.faults import ROOT
 from teachllm_lessons.picture import bars, lines
-from teachllm_lessons.predict import predict
+from teachllm_lessons.predict import Prediction
 from teachllm_lessons.source import show
 from teachllm_lessons.watch import Watch
 
@@ -52,7 +52,7 @@ def test_a_step_is_told_in_words(watch: Watch) -> None:
     assert set(step.scheduled) == {"A", "B"}
     text = step._repr_markdown_()
     assert "| A | decode: computes token" in text
-    assert "| C | waits | would be running request 3, the limit is 2 |" in text
+    assert "| C | waits | 2 of 2 requests run already |" in text
     watch.run()
     assert len(watch.tokens("C")) == 6 and watch.figures.num_requests == 3
 
@@ -65,11 +65,50 @@ def test_source_is_shown_live_with_what_to_look_at() -> None:
         show(PrefixCache.find, {"gone": ""})
 
 
-def test_a_prediction_is_held_against_the_engine() -> None:
-    assert repr(predict("Blocks:", 7, 7)).startswith("✓ Blocks: You said 7; the engine says 7")
-    assert repr(predict("Blocks:", 7, 9)).startswith("✗")
-    assert repr(predict("Speed:", 90, 100, " tok/s", within=0.1)).startswith("✓")
-    assert "The engine says 16." in repr(predict("Blocks:", None, 16))
+BLOCKS = Prediction(
+    asks="Blocks",
+    answer=7,
+    because="It is so for {reason}.",
+    traps={4: "That counts full blocks alone."},
+    unit=" blocks",
+)
+
+
+def test_a_prediction_is_held_against_the_engine_and_a_trap_is_named() -> None:
+    right = BLOCKS.compare(7, 7, reason="a reason")
+    assert (right.verdict, repr(right)) == (
+        "right",
+        "✓ Blocks: 7 blocks. The engine computes 7 blocks. It is so for a reason.",
+    )
+    trapped = BLOCKS.compare(4, 7, reason="a reason")
+    assert trapped.verdict == "wrong" and "That counts full blocks alone. The engine computes 7 blocks." in repr(
+        trapped
+    )
+    astray = BLOCKS.compare(9, 7, reason="a reason")
+    assert astray.verdict == "wrong" and "full blocks" not in repr(astray)
+    assert "full blocks" not in repr(BLOCKS.compare(5, 7, reason="a reason"))  # exact: a trap is its own number alone
+    rounded = Prediction(asks="Mean", answer=3.36, because="", within=0.05, traps={3.2: "A trap."})
+    assert [rounded.compare(each, 3.4).verdict for each in (3.4, 3.26, 3.2, 3.1)] == [
+        "right",
+        "right",
+        "wrong",
+        "wrong",
+    ]
+    assert "A trap." in repr(rounded.compare(3.2, 3.4)) and "A trap." in repr(rounded.compare(3.15, 3.4))
+    speed = Prediction(asks="Speed", answer=100.0, because="", unit=" tok/s", within=0.1)
+    assert speed.compare(90, 103.0).verdict == "wrong" and speed.compare(95, 103.0).verdict == "right"
+
+
+def test_a_prediction_gives_nothing_away_before_there_is_a_number() -> None:
+    left = BLOCKS.compare(None, 7, reason="a reason")
+    assert left.verdict == "open" and not re.search(r"7|reason|full", repr(left))
+    shown = left._repr_mimebundle_()
+    assert not any(re.search(r"7|reason|full", str(each)) for each in shown.values())
+
+
+def test_a_prediction_whose_answer_is_out_of_date_is_an_error() -> None:
+    with pytest.raises(ValueError, match="Blocks: the engine computes 8, and this lesson expects 7"):
+        BLOCKS.compare(None, 8, reason="a reason")
 
 
 def test_colours_are_the_visualizers() -> None:
@@ -77,4 +116,4 @@ def test_colours_are_the_visualizers() -> None:
     array = re.search(r"const BASE = (\[.*?\]);", text, re.DOTALL)
     assert array
     assert json.loads(re.sub(r",\s*\]", "]", array[1])) == [list(rgb) for rgb in palette.BASE]
-    assert palette.ink_on(palette.color(6)) == "#0b0d10" and palette.ink_on(palette.color(4)) == "#ffffff"
+    assert palette.ink_on(palette.color(6)) == "#000000" and palette.ink_on(palette.color(4)) == "#ffffff"

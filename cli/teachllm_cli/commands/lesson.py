@@ -35,17 +35,38 @@ def list_lessons() -> None:
     answers().print(table)
 
 
-@lesson.command("open")
-def open_lesson(number: Number, debug: Debug = False) -> None:
+@lesson.command("open", context_settings={"ignore_unknown_options": True})
+def open_lesson(
+    number: Annotated[str, typer.Argument(metavar="NN", help="The lesson's number; without it, all are listed.")] = "",
+    flags: Annotated[list[str] | None, typer.Argument(metavar="JUPYTER_FLAGS", help="As --port 8889.")] = None,
+    debug: Debug = False,
+) -> None:
     """Start Jupyter with a lesson; Ctrl-C ends it."""
     import subprocess
 
     with one_line_errors(debug):
-        path = _notebook(number)
+        further = list(flags or ())
+        if number.startswith("-"):
+            number, further = "", [number, *further]
+        path = _notebook(number or "00")
         _need("jupyterlab")
-        command = [sys.executable, "-m", "jupyterlab", str(path)]
-        notes().print(f"starting Jupyter with {path.name} ...")
-        raise typer.Exit(subprocess.call(command, cwd=path.parent))
+        root = path.parents[1]  # so that a notebook's links to sources and documentation can be followed
+        opened = (path if number else path.parent).relative_to(root)
+        _trust(path.parent)
+        command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={root}"]
+        command += [f"--LabApp.default_url=/lab/tree/{opened.as_posix()}", *further]
+        notes().print(f"starting Jupyter with {opened.name} ...")
+        raise typer.Exit(subprocess.call(command, cwd=root))
+
+
+def _trust(folder: Path) -> None:
+    """Sign the project's own notebooks. Without a signature Jupyter shows no picture that it has not just drawn."""
+    from nbformat import read
+    from nbformat.sign import NotebookNotary
+
+    notary = NotebookNotary()
+    for path in folder.glob("*.ipynb"):
+        notary.sign(read(path, as_version=4))
 
 
 @lesson.command("check")

@@ -17,11 +17,28 @@ from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling_params import SamplingParams
 from teachllm_lessons.exercise import Exercise, require, run_with
-from teachllm_lessons.palette import HIT, INK, PALE, Color, color, ink_on
-from teachllm_lessons.picture import Picture, axes
+from teachllm_lessons.palette import HIT, INK, LINE, PALE, Color, color, ink_on
+from teachllm_lessons.picture import Picture, axes, rectangle
+from teachllm_lessons.predict import Prediction
 from teachllm_lessons.watch import Watch
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
+
+FORESEEN = Prediction(
+    asks="Of the first 24 predictions, A's tokens",
+    answer=24,
+    because="A position's state depends on the tokens up to it and on none after it (*causal* attention), so it makes "
+    "no difference whether the rest is there already: each position predicts what it predicted when it was the last "
+    "one. *Checking* 24 tokens takes one pass; *finding* them takes 24. Speculative decoding (lesson 10) lives on that "
+    "difference. (Rounding may differ in the last digits between one pass and 24, so two tokens that are all but "
+    "equally likely can change places. Here none did.)",
+    traps={
+        0: "A position predicts the token after it, not itself: the prompt's last one predicts A's first.",
+        1: "Only the first would be right if a pass predicted for its last position alone. It does so for each.",
+        23: "The prompt's last position predicts A's first token, so 24 positions predict 24 tokens. The answer's last "
+        "token goes in as well, and its prediction would be token 25.",
+    },
+)
 
 # -- a look inside ---------------------------------------------------------------------------------------------
 
@@ -96,7 +113,9 @@ class Inside:
         ax.set_xlabel("token that went in")
         ax.set_title("the most likely next token, read after each layer; darker: surer", fontsize=9, color=INK)
         says = [shown(self.tokenizer.token_text(token_id)) for token_id in self.predictions()[-last:]]
-        return Picture(figure, f"after the last layer the last {num_columns} positions predict {says}")
+        pairs = ", ".join(f"{name} {said}" for name, said in zip(names, says, strict=True))
+        surest = f"{says[-1]}, with probability {float(best.values[-1, -1]):.2f}"
+        return Picture(figure, f"after the last layer each position predicts ({pairs}); the last one: {surest}")
 
 
 @torch.inference_mode()
@@ -132,18 +151,19 @@ def look_inside(watch: Watch, token_ids: Sequence[int]) -> Inside:
 
 def life_of_a_request() -> Picture:
     """Draw which part of the engine has a request when, from the HTTP call to the words of the answer."""
-    lanes = ("API server: HTTP and text", "engine core: who computes what", "worker: model and KV cache")
+    lanes = ("API server: HTTP and text", "engine core: what runs next", "worker: model and KV cache")
     figure, ax = axes(10, 4.6)
     for lane, name in enumerate(lanes):
         _box(ax, 3 * lane + 0.04, -7.7, 2.92, 8.3, PALE)
         ax.text(3 * lane + 1.5, 0.2, name, ha="center", va="center", fontsize=9, color=INK)
     _box(ax, 3.12, -6.6, 5.76, 4.0, "none", edge=HIT)
-    ax.text(6.0, -6.95, "once per step, and each step gives one token", ha="center", va="center", fontsize=8, color=HIT)
+    loop = "once per step: no token amid a prompt, usually one, several with speculation"
+    ax.text(6.0, -6.95, loop, ha="center", va="center", fontsize=8, color=HIT)
     stations = (
         (0, -0.7, "POST /v1/chat/completions", "server/openai/chat.py"),
         (0, -1.9, "template, tokenizer: token ids", "engine/input_processor.py"),
         (1, -1.9, "waits in the queue", "core/scheduler.py: add"),
-        (1, -3.3, "plan: who computes which tokens", "core/scheduler.py: schedule"),
+        (1, -3.3, "plan: which tokens of which request", "core/scheduler.py: schedule"),
         (2, -3.3, "plan to flat tensors", "worker/cpu/input_batch.py: prepare"),
         (2, -4.6, "layers; last position's logits", "worker/cpu/model_runner.py: execute"),
         (2, -5.9, "logits to one token id", "sampling/sampler.py: sample"),
@@ -170,17 +190,13 @@ def life_of_a_request() -> Picture:
     ax.set_xlim(0, 9)
     ax.set_ylim(-7.75, 0.7)
     ax.axis("off")
-    return Picture(figure, "a request's way: " + "; ".join(f"{what} ({where})" for _, _, what, where in stations))
+    said = "; ".join(f"{what} ({where})" for _, _, what, where in stations)
+    return Picture(figure, f"a request's way: {said}; from the plan to the appended token {loop}")
 
 
 def _box(ax: Any, x: float, y: float, width: float, height: float, filled: Any, *, edge: str | None = None) -> None:
-    from matplotlib.patches import Rectangle
-
-    pad = 0.03
-    box = Rectangle((x + pad, y + pad), width - 2 * pad, height - 2 * pad, facecolor=filled)
-    box.set_edgecolor(edge or "none")
-    box.set_linewidth(2.0 if edge else 0.0)
-    ax.add_patch(box)
+    x, y, width, height = x + 0.03, y + 0.03, width - 0.06, height - 0.06
+    rectangle(ax, x, y, width, height, filled, edge=edge or LINE, linewidth=2.0 if edge else 0.6)
 
 
 def shade(share: float) -> Color:
@@ -206,7 +222,7 @@ def streamed(tokenizer: Tokenizer, text: str) -> list[tuple[str, str, str]]:
 
 
 def seconds_per_token(watch: Watch, lengths: Sequence[int], steps: int = 2) -> list[float]:
-    """Return how long the engine takes for one more token behind so many, the fastest of a few steps."""
+    """Return how long the engine takes for one more token after so many, the fastest of a few steps."""
     some = watch.ids("Why does one more token take as long as it does?") * (1 + max(lengths) // 16)
     found = []
     for length in lengths:
@@ -239,7 +255,7 @@ def sampler_of(choose: Choose) -> Callable[..., Sampler]:
 
 
 def contract_choose(piece: Choose) -> int:
-    """One id a row: the best one's, and the lowest of those that are equally good."""
+    """Check that each row gives one id: that of its largest logit, and the lowest id of equally large ones."""
     inf = float("inf")
     rows_and_ids: tuple[tuple[list[list[float]], list[int], str], ...] = (
         ([[0.5]], [0], "one row, one token: there is no choice"),

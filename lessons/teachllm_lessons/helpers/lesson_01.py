@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,28 @@ from teachllm.layers.attention_backends.reference import ReferenceBackend
 from teachllm_kernels.attention.paged_attention import paged_attention_reference
 from teachllm_lessons.exercise import Exercise, Wrong, require, run_with
 from teachllm_lessons.helpers.lesson_00 import shade, shown
-from teachllm_lessons.palette import INK, OTHER_BAR, color, ink_on
-from teachllm_lessons.picture import Picture, axes
+from teachllm_lessons.palette import BAR, INK, OTHER_BAR, ink_on
+from teachllm_lessons.picture import Picture, axes, rectangle
+from teachllm_lessons.predict import Prediction
 from teachllm_lessons.watch import Watch
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+AS_LARGE_AS_THE_MODEL = Prediction(
+    asks="Tokens that weigh as much as the model",
+    answer=2610,
+    within=0.1,
+    because="8.0 million numbers of 4 bytes are {weights:.1f} MiB. One token takes 2 x 6 x 4 x 64 x 4 bytes, "
+    "{per_token} KiB. So the cache is as large as the model before *one* request has reached the model's full context "
+    "of 4,096 tokens. From there on the KV cache is what fills the memory, here as on a large GPU, and most of the "
+    "lessons that follow are about it.",
+    traps={
+        652: "8 million numbers are 32 million bytes.",
+        1305: "That is with 8 heads of K and V. Two query heads share one, so 4 are kept.",
+        5220: "That is K or V alone, or numbers of 2 bytes: both are kept, in float32.",
+        15_660: "That is the cache of one layer: each of the 6 layers has keys and values of its own.",
+    },
+)
 
 # -- a look at q, k and v ----------------------------------------------------------------------------------------
 
@@ -34,6 +52,8 @@ class AttentionCall:
         k, v: [num_tokens, num_kv_heads, head_size], of the step's own tokens.
         out: like q.
         scale: multiplies the dot products.
+        kv_lens: of each request, how many keys its queries may look at.
+        slots: [num_tokens], where the step's K and V are written.
     """
 
     q: torch.Tensor
@@ -41,6 +61,8 @@ class AttentionCall:
     v: torch.Tensor
     out: torch.Tensor
     scale: float
+    kv_lens: list[int]
+    slots: torch.Tensor
 
     @property
     def group(self) -> int:
@@ -75,22 +97,32 @@ class AttentionRecorder(ReferenceBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         found = super().attend(q, k, v, kv_cache, metadata, settings, out)
-        self.seen.append(AttentionCall(q.clone(), k.clone(), v.clone(), found.clone(), settings.scale))
+        slots = metadata.slot_mapping.clone()
+        kv_lens = list(metadata.kv_lens)
+        self.seen.append(AttentionCall(q.clone(), k.clone(), v.clone(), found.clone(), settings.scale, kv_lens, slots))
         return found
 
 
-class StaleQuery(ReferenceBackend):
-    """Imitate a cache of Q: a decode asks with the query of the token before it, which is there already."""
+@dataclass(frozen=True)
+class Uses:
+    """Count the steps that use a token's query, and those that read its key and value."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers, self._calls = num_layers, 0
-        self._queries: dict[int, torch.Tensor] = {}  # of the newest token, by layer
+    of_q: int
+    of_kv: int
 
-    def attend(self, q: torch.Tensor, *given: Any) -> torch.Tensor:
-        layer, self._calls = self._calls % self._num_layers, self._calls + 1
-        asked = self._queries[layer] if len(q) == 1 else q
-        self._queries[layer] = q[-1:].clone()
-        return super().attend(asked, *given)
+
+def uses(calls: Sequence[AttentionCall]) -> list[Uses]:
+    """Return how often each position of a request was used.
+
+    Args:
+        calls: one layer's, of steps that computed this request alone.
+    """
+    asked, read = (Counter[int]() for _ in range(2))
+    for call in calls:
+        (num_keys,) = call.kv_lens
+        read.update(range(num_keys))
+        asked.update(range(num_keys - len(call.q), num_keys))
+    return [Uses(asked[position], read[position]) for position in range(len(read))]
 
 
 def attention_picture(texts: Sequence[str], weights: Mapping[str, torch.Tensor]) -> Picture:
@@ -102,7 +134,7 @@ def attention_picture(texts: Sequence[str], weights: Mapping[str, torch.Tensor])
             for key in range(query + 1):
                 share = float(each[query, key])
                 filled = shade(share)
-                ax.add_patch(_cell(key, -query, filled))
+                _cell(ax, key, -query, filled)
                 if share >= 0.1:
                     text = f"{share:.1f}".lstrip("0")
                     ax.text(key + 0.5, 0.5 - query, text, ha="center", va="center", fontsize=7, color=ink_on(filled))
@@ -113,7 +145,12 @@ def attention_picture(texts: Sequence[str], weights: Mapping[str, torch.Tensor])
         ax.tick_params(length=0, labelsize=8)
         ax.spines[:].set_visible(False)
         ax.set_title(name, fontsize=9, color=INK)
-    return Picture(figure, f"weights of {', '.join(weights)} over the tokens {' '.join(names)}")
+    says = []
+    for name, each in weights.items():
+        last_row, before = each[-1], float(each.diagonal(-1).mean())
+        last = f"the last token takes {float(last_row.max()):.2f} from {names[int(last_row.argmax())]}"
+        says.append(f"{name}: {last}; on average a token takes {before:.2f} from the one before it")
+    return Picture(figure, f"attention weights over the tokens {' '.join(names)}. {'. '.join(says)}")
 
 
 def work_picture(watch: Watch, name: str) -> Picture:
@@ -130,7 +167,7 @@ def work_picture(watch: Watch, name: str) -> Picture:
         for position in range(scheduled["start"], scheduled["start"] + scheduled["num_tokens"]):
             is_new = position >= known
             first, again = first + is_new, again + (not is_new)
-            ax.add_patch(_cell(position, -row, color(0) if is_new else OTHER_BAR))
+            _cell(ax, position, -row, BAR if is_new else OTHER_BAR)
         known = scheduled["start"] + scheduled["num_tokens"]
     ax.set_xlim(0, width)
     ax.set_ylim(1 - len(scheduled_requests), 1)
@@ -144,10 +181,8 @@ def work_picture(watch: Watch, name: str) -> Picture:
     return Picture(figure, f"positions that {name} computed in {len(scheduled_requests)} steps: {says}")
 
 
-def _cell(x: float, y: float, filled: Any) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x + 0.04, y + 0.06), 0.92, 0.88, facecolor=filled, edgecolor="none")
+def _cell(ax: Any, x: float, y: float, filled: Any) -> None:
+    rectangle(ax, x + 0.04, y + 0.06, 0.92, 0.88, filled)
 
 
 # Layers, heads of K and V, and their size, as each model's config.json says; 2 bytes a number.
@@ -310,7 +345,7 @@ ATTEND = Exercise(
     reference=attend_reference,
     hints=(
         "Four steps for each head: scores of every query with every key, times `scale`; minus infinity where the key "
-        "stands behind the query; softmax along the keys; weights times v. Which place does query i have, if the "
+        "stands after the query; softmax along the keys; weights times v. Which place does query i have, if the "
         "queries are the last ones of the sequence?",
         "Query i stands at `len(k) - len(q) + i`. For grouped heads repeat each head of k and v: "
         "`k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)`. `torch.einsum('qhd,khd->hqk', q, k)` gives the scores "

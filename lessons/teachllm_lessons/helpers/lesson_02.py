@@ -7,13 +7,30 @@ from dataclasses import dataclass
 from random import Random
 
 from teachllm.core.block_pool import Block, BlockPool
-from teachllm.engine.overrides import EngineOverrides
+from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm_lessons.exercise import Exercise, require, run_with
 from teachllm_lessons.palette import INK, LINE, PALE, color
 from teachllm_lessons.picture import Picture, axes
+from teachllm_lessons.predict import Prediction
 from teachllm_lessons.watch import Watch
 
 MakePool = Callable[[int], BlockPool]
+
+LONG_TEXT = "Explain paged attention, continuous batching, chunked prefill and block tables to me. " * 10
+
+BLOCKS_HELD = Prediction(
+    asks="Blocks after the first step",
+    answer=4,
+    because="64 tokens went through the model, and their K and V fill four blocks. The sampled token is only an id: it "
+    "has no K and V until it goes through the model, in the next step, after which the table has {second} blocks. So "
+    "the newest token of a sequence never has a place yet, and at most 15 places of a request are empty.",
+    traps={
+        5: "That is room for 65 tokens, but the newest one has not been through the model: it has no K and V yet.",
+        8: "K and V of the same 16 tokens are one block: the cache keeps two arrays, and one id is for both.",
+        24: "One table serves all six layers: a block id is the same place in each layer's cache.",
+        64: "That is a block per token. A block holds 16.",
+    },
+)
 
 # -- what is counted ---------------------------------------------------------------------------------------------
 
@@ -31,7 +48,7 @@ def memory_map(lengths: Sequence[int], slot: int, block_size: int) -> Picture:
         for row, length in enumerate(lengths):
             held = reserved([length], granule)
             ax.barh(row, held, color=PALE, edgecolor=LINE, height=0.7)
-            ax.barh(row, length, color=color(row), height=0.7)
+            ax.barh(row, length, color=color(row), edgecolor=LINE, height=0.7)
             what = f"{held // granule} {name[:-1]}{'s' if held > granule else ''}"
             inside = held > 0.6 * slot
             ax.text(
@@ -83,10 +100,18 @@ def usage_of(watch: Watch) -> list[MemoryUsage]:
 
 
 def add_a_dozen(watch: Watch) -> None:
-    """Twelve requests of many lengths: prompts of 18 to 62 tokens, outputs of 8 to 41."""
+    """Twelve requests, A to L, of many lengths: prompts of 18 to 62 tokens, outputs of 8 to 41."""
     words = watch.ids("Explain paged attention, continuous batching, chunked prefill and block tables to me. " * 4)
-    for number in range(12):
-        watch.add(f"{number}", words[: 18 + 4 * number], max_tokens=8 + 3 * (number * 5 % 12))
+    for number, name in enumerate("ABCDEFGHIJKL"):
+        watch.add(name, words[: 18 + 4 * number], max_tokens=8 + 3 * (number * 5 % 12))
+
+
+def two_holes(overrides: EngineOverrides = NO_OVERRIDES) -> Watch:
+    """Return an engine with 24 blocks in which A, B and C had six each, and B has ended."""
+    watch = Watch(max_model_len=256, num_gpu_blocks_override=24, enable_prefix_caching=False, overrides=overrides)
+    for name, max_tokens in (("A", 40), ("B", 2), ("C", 40)):
+        watch.add(name, watch.ids(LONG_TEXT)[:90], max_tokens)
+    return watch.run(steps=2)
 
 
 # -- what is judged ----------------------------------------------------------------------------------------------
@@ -205,9 +230,9 @@ MYPOOL = Exercise(
     hints=(
         "`take` looks at the count first: if too few are free, nothing may change. Then it goes from the head of "
         "`self.free_blocks()`. `release` has two cases: the last user has gone, or a request still reads the block.",
-        "Who takes a block is its one user: `ref_count = 1`. `self._unlink(block)` takes it off the free list and "
-        "counts; so does `self._append(block)` at the end. Do not walk a list while you change it: make a list of the "
-        "blocks first.",
+        "A request that takes a block is its one user: `ref_count = 1`. `self._unlink(block)` takes it off the free "
+        "list and counts; so does `self._append(block)` at the end. Do not walk a list while you change it: make a "
+        "list of the blocks first.",
         "`blocks = list(islice(self.free_blocks(), count))`, then for each `self._unlink(block)` and "
         "`block.ref_count = 1`. In `release`: `block.ref_count -= 1`, and `self._append(block)` if that is 0.",
     ),

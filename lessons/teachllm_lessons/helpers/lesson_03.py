@@ -1,9 +1,11 @@
-"""Lesson 03, continuous batching: who sits where, what a batch costs, and a policy that is judged."""
+"""Lesson 03, continuous batching: which request has which place, what a batch costs, and a policy that is judged."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -22,14 +24,32 @@ from teachllm.trace.reader import parse_trace
 from teachllm.trace.replay import Line
 from teachllm_lessons.exercise import Exercise, Wrong, require, run_with
 from teachllm_lessons.faults import ROOT
-from teachllm_lessons.palette import HIT, INK, LINE, PALE, color, ink_on
-from teachllm_lessons.picture import Picture, axes, short
+from teachllm_lessons.predict import Prediction
 from teachllm_lessons.watch import Watch
 
 QUEUE = {"A": 10, "B": 3, "C": 2, "D": 7, "E": 4, "F": 6}  # tokens of each answer, in order of arrival
 PLACES = 3
 ROOM: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 256, "enable_prefix_caching": False}
 SHAPE = "qwen3-8b"
+
+BYTES_OF_A_BATCH = Prediction(
+    asks="Bytes of a step for 8 long contexts, in steps for a short one",
+    answer=2.276,
+    within=0.05,
+    because="One token of context has 147,456 bytes of K and V, so the steps read 15.14 + 0.04 and 15.14 + 19.40 GB. "
+    "Where reading is the limit, that is how many times as long the second step takes. The simulator, which adds what "
+    "kernels and launches cost, has {simulated:.2f}; {where} took {alone:.2f} and {many:.2f} ms, {measured:.2f} times "
+    "as long. The short step takes about a seventh longer than reading its bytes would, the long one a seventeenth: "
+    "starting its kernels costs both the same. 8 times the tokens in little more than twice the time, with contexts "
+    "that are 64 times as long: that is what empty places waste.",
+    traps={
+        1: "Weights are read once for all requests, but each request has K and V of its own.",
+        1.157: "That is one request with the long context. Each of the 8 has K and V of its own.",
+        1.639: "That is K or V alone: a step reads both.",
+        8: "That is as if each request read the weights for itself. They are read once per step.",
+        514: "That is K and V alone. Both steps read the weights as well.",
+    },
+)
 
 
 def serve(scheduling_policy: str = "fcfs", overrides: EngineOverrides = NO_OVERRIDES) -> Watch:
@@ -44,7 +64,7 @@ def serve(scheduling_policy: str = "fcfs", overrides: EngineOverrides = NO_OVERR
 
 
 class ShortestFirst(FirstComeFirstServed):
-    """Put the request with the fewest output tokens first; requests may join in every step."""
+    """Put the request with the lowest bound on its output tokens first; requests may join in every step."""
 
     def key(self, request: Request) -> Key:
         return request.max_len - request.num_prompt_tokens, request.arrival_index
@@ -106,7 +126,7 @@ def contract_batching(piece: type[Policy]) -> int:
     for one, other in pairwise(twins):
         require(
             policy.key(one) < policy.key(other),
-            f"puts {other.request_id} before {one.request_id}, of the same length: who came first goes first",
+            f"puts {other.request_id} before {one.request_id}, of the same length: the one that came first goes first",
         )
     talkative, brief = request_for("a prompt of 60", 2, 4, num_prompt=60), request_for("a prompt of 2", 3, 9, 2)
     cases += contract_order(policy, [talkative, brief])
@@ -164,14 +184,14 @@ BATCHING = Exercise(
         "`opens_batch` has one answer that is right for continuous batching, whatever runs. For the key: which number "
         "of a request says how many steps it will take at most, and what if two are alike?",
         "`request.sampling_params.max_tokens` may be None. `request.max_len` never is: it is the longest that prompt "
-        "and answer can get together. Behind that number put one that no two requests share.",
+        "and answer can get together. After that number put one that no two requests share.",
         "`return (request.max_len - request.num_prompt_tokens, request.arrival_index)`, and `return True`.",
     ),
     whose="the lesson's",
 )
 
 
-# -- what is drawn ---------------------------------------------------------------------------------------------
+# -- what the pictures show ------------------------------------------------------------------------------------
 
 
 def seats(lines: Sequence[Line], count: int = PLACES) -> list[list[tuple[str, bool] | None]]:
@@ -191,110 +211,11 @@ def seats(lines: Sequence[Line], count: int = PLACES) -> list[list[tuple[str, bo
     return found
 
 
-def places(runs: Mapping[str, Watch], count: int = PLACES) -> Picture:
-    """The places of one batch or more, on one time axis: empty ones are outlined."""
-    from matplotlib.patches import Rectangle
-
-    tables = {name: seats(watch.trace.lines, count) for name, watch in runs.items()}
-    width = max(len(table) for table in tables.values())
-    figure, ax = axes(8, 0.7 + 0.36 * (count + 1) * len(tables))
-    names = [name for name in QUEUE if any((name, True) in row for table in tables.values() for row in table)]
-    says, ticks = [], []
-    for panel, (title, table) in enumerate(tables.items()):
-        top = -panel * (count + 1)
-        empty = 0
-        for column in range(len(table)):
-            for place in range(count):
-                x, y, seat = column + 0.04, top - place - 0.92, table[column][place]
-                if seat is None:
-                    empty += 1
-                    style: dict[str, Any] = {"facecolor": PALE, "edgecolor": LINE, "linestyle": ":"}
-                    ax.add_patch(Rectangle((x, y), 0.92, 0.84, **style))
-                    continue
-                name, is_prompt = seat
-                filled = color(names.index(name))
-                face = filled if is_prompt else (*filled, 0.5)
-                ax.add_patch(Rectangle((x, y), 0.92, 0.84, facecolor=face, edgecolor="none"))
-                ink = ink_on(filled) if is_prompt else INK
-                ax.text(column + 0.5, y + 0.42, name, ha="center", va="center", fontsize=8, color=ink)
-        head = f"{title}: {len(table)} steps, {empty} of {count * len(table)} places empty"
-        ax.text(0.04, top + 0.12, head, fontsize=9, color=INK, va="bottom")
-        ticks += [(top - place - 0.5, f"place {place + 1}") for place in range(count)]
-        says.append(head)
-    ax.set_xlim(0, width)
-    ax.set_ylim(-len(tables) * (count + 1) + 0.9, 0.9)
-    ax.set_yticks(*zip(*ticks, strict=True))
-    ax.set_xticks([0.5 + column for column in range(width)], range(width))
-    ax.set_xlabel("step")
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    return Picture(figure, "; ".join(says))
-
-
 def ceilings() -> Ceilings:
     """Return the ceilings of an H200 in bfloat16."""
     found = known_ceilings(DEFAULT_DEVICE, "bfloat16")
     assert found is not None
     return found
-
-
-def roofline(batches: Sequence[int] = (1, 4, 16, 64, 256, 1024), prompt: int = 2048) -> Picture:
-    """Decodes of batches, and a prompt, under an H200's roof: no step is above the line."""
-    model, roof = model_shape(SHAPE), ceilings()
-    figure, ax = axes(8, 3.6)
-    ridge = roof.gemm_flops / roof.read_bandwidth
-    ax.plot([0.5, ridge, 4000], [0.5 * roof.read_bandwidth / 1e12, *[roof.gemm_flops / 1e12] * 2], color=INK)
-    ax.axvline(ridge, color=LINE, linestyle=":")
-    ax.text(ridge * 1.06, 3, f"the ridge: {ridge:.0f} FLOPs per byte", fontsize=8, color=INK)
-    ax.text(3, 16, "memory is the limit", fontsize=8, color=INK, ha="right")
-    ax.text(4000, roof.gemm_flops / 1e12 * 1.3, "arithmetic is the limit", fontsize=8, color=INK, ha="right")
-    ax.set_ylim(1, 2500)
-    decodes = [(f"{n}", StepShape([1] * n, [256] * n, n)) for n in batches]
-    said = []
-    for name, step in [*decodes, (f"prompt of {prompt:,}", StepShape([prompt], [prompt], 1))]:
-        work = step_work(model, step)
-        flops = work.matrix_flops + work.attention_flops
-        x, y = flops / work.num_bytes, flops / work.seconds(roof) / 1e12
-        is_decode = name.isdigit()
-        ax.plot([x], [y], marker="o" if is_decode else "s", color=color(0) if is_decode else HIT, markersize=7)
-        ax.annotate(name, (x, y), (7, -10), textcoords="offset points", fontsize=8, color=INK)
-        said.append(f"{name} at {x:.0f} FLOPs per byte")
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xlabel("FLOPs for each byte that is read")
-    ax.set_ylabel("TFLOP/s at best")
-    title = "Qwen3-8B on an H200: decode steps of so many requests (circles), and a prompt"
-    ax.set_title(title, fontsize=9, color=INK, loc="left")
-    return Picture(figure, f"{title}: {', '.join(said)}")
-
-
-def curves(series: Mapping[str, Mapping[int, float]], points: Mapping[str, Mapping[int, float]]) -> Picture:
-    """Draw what a batch costs and what it brings: ms per step, and tokens/s, over the size of the batch.
-
-    Args:
-        series: seconds of a step for each size; drawn as lines.
-        points: the same; drawn as crosses.
-    """
-    from matplotlib.ticker import LogLocator
-
-    figure, (left, right) = axes(9, 3.4, ncols=2)
-    for index, (name, seconds) in enumerate([*series.items(), *points.items()]):
-        style: dict[str, Any] = {"marker": "o", "markersize": 3} if name in series else {"marker": "X", "linestyle": ""}
-        drawn = color(index) if name in series else HIT
-        left.plot(list(seconds), [1000 * value for value in seconds.values()], color=drawn, label=name, **style)
-        right.plot(list(seconds), [n / value for n, value in seconds.items()], color=drawn, **style)
-    for ax, label in ((left, "ms per step: from token to token"), (right, "tokens/s of all together")):
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.set_xlabel("requests in the batch")
-        ax.set_ylabel(label)
-        ax.grid(color=LINE, linewidth=0.5)
-        ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter(lambda value, _: short(value))
-        ax.yaxis.set_minor_formatter(lambda *_: "")
-    left.legend(frameon=False, labelcolor=INK, fontsize=8)
-    return Picture(figure, f"ms per step and tokens/s over the size of the batch, for {', '.join([*series, *points])}")
 
 
 # -- what is measured ------------------------------------------------------------------------------------------
@@ -321,27 +242,52 @@ def simulated_step(num_requests: int, context: int = 64) -> float:
     return decode_seconds(map(json.loads, found.lines))[num_requests]
 
 
-def live_steps(num_requests: int = 16, apart: int = 8) -> dict[int, float]:
-    """Seconds of a decode step on this machine, for 1, 2, 4, ... requests.
+def live_steps(doublings: int = 4, apart: int = 8, num_runs: int = 5) -> dict[int, float]:
+    """Seconds of a decode step on this machine, for 1, 2, 4, ... requests: the median of a few runs.
 
-    One run has them all: the requests end one after the other, `apart` steps between them.
+    Each run has all sizes, since half of the requests end every `apart` steps; other work then slows all of them alike.
     """
     settings = ROOM | {"num_gpu_blocks_override": 400, "check_invariants": False}
-    with Watch(max_num_seqs=num_requests, **settings) as watch:
-        for number in range(num_requests):
-            watch.add(str(number), "Why?", apart * (number + 1))
-        found = decode_seconds(watch.run().trace.lines)
-    return {size: seconds for size, seconds in found.items() if size & (size - 1) == 0}
+    runs = []
+    for _ in range(num_runs):
+        with Watch(max_num_seqs=1 << doublings, **settings) as watch:
+            for number in range(1 << doublings):
+                watch.add(str(number), "Why?", apart * (doublings + 1 - number.bit_length()))
+            runs.append(decode_seconds(watch.run().trace.lines))
+    return {size: statistics.median(run[size] for run in runs) for size in runs[0]}
 
 
-def measured_steps() -> tuple[dict[int, float], str]:
-    """Seconds of a decode step as measured on a GPU, by the number of requests, and what was measured where."""
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step that was timed on a GPU."""
+
+    step: StepShape
+    seconds: float
+
+
+def bytes_of_a_step(step: StepShape) -> int:
+    """Return the bytes that a step must read and write."""
+    return step_work(model_shape(SHAPE), step).num_bytes
+
+
+def measured_points() -> tuple[dict[str, MeasuredStep], str]:
+    """Return steps as benchmarks/h200.py measured them (`teachllm/bench/workloads.py`), and what was measured where.
+
+    Contexts grow while a workload is timed; each is taken at its mean.
+    """
     for path in sorted((ROOT / "benchmarks" / "results").glob("*-nvidia-h200-*.json"), reverse=True):
         found = json.loads(path.read_text(encoding="utf-8"))
         work = found.get("workloads", {}).get(SHAPE, {})
-        if "ceilings" in found and found.get("variant") == "bf16" and {"single", "batch64"} <= work.keys():
-            seconds = {1: work["single"]["tpot_ms"] / 1000, 64: work["batch64"]["step_ms"] / 1000}
-            return seconds, f"{SHAPE} on one {found['device']}, commit {found['commit'][:9]}"
+        is_whole = {"single", "batch64", "long", "prefill16k"} <= work.keys()
+        if "ceilings" in found and found.get("variant") == "bf16" and is_whole:
+            milliseconds = {
+                "1 x 256": (StepShape([1], [256], 1), work["single"]["tpot_ms"]),
+                "64 x 1,088": (StepShape([1] * 64, [1088] * 64, 64), work["batch64"]["step_ms"]),
+                "8 x 16,448": (StepShape([1] * 8, [16_448] * 8, 8), work["long"]["step_ms"]),
+                "prompt of 16,384": (StepShape([16_384], [16_384], 1), work["prefill16k"]["ttft_ms"]),
+            }
+            points = {name: MeasuredStep(step, ms / 1000) for name, (step, ms) in milliseconds.items()}
+            return points, f"{SHAPE} on one {found['device']} (commit {found['commit'][:9]})"
     raise FileNotFoundError("no result of benchmarks/h200.py in benchmarks/results")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +12,12 @@ from teachllm.core.policy import FirstComeFirstServed
 from teachllm.core.request import Request
 from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.sampling_params import SamplingParams
+from teachllm.simulator.simulate import Simulation
+from teachllm.simulator.workload import Arrival, Workload, arrivals_of
+from teachllm.trace.reader import parse_trace
 from teachllm_lessons.exercise import Exercise, require, run_with
+from teachllm_lessons.predict import Prediction
+from teachllm_lessons.results import committed
 from teachllm_lessons.watch import NoProgress, Watch
 
 SHORT, LONG = 64, 16  # tokens: up to which a prompt is taken whole, and how much of a longer one a step takes
@@ -20,6 +27,19 @@ LONG_TEXT = "Paged attention, continuous batching, chunked prefill and prefix ca
 BUDGET = 96
 
 Chunk = Callable[[Request, int], int]
+
+PROMPT_STEPS = Prediction(
+    asks="Steps that compute a part of the prompt",
+    answer=10,
+    because="A, B and C come first with one token each, so 45 of 48 are left for the prompt. Nine steps compute 405 of "
+    "its tokens, and the tenth the last 4.",
+    traps={
+        1: "That is without chunking. A step computes 48 tokens at most.",
+        7: "That is with a budget of 64, as in the picture above.",
+        9: "That is 409 / 48 rounded up, without the three tokens per step that go to A, B and C, or 409 / 45 rounded "
+        "down: a last step computes what is left.",
+    },
+)
 
 
 def polite(request: Request, num_tokens: int) -> int:
@@ -119,11 +139,12 @@ CHUNK = Exercise(
         f"`request.num_prompt_tokens` says how long the prompt is. Up to {SHORT}: take what is allowed.",
         f"`return num_tokens if request.num_prompt_tokens <= {SHORT} else min(num_tokens, {LONG})`",
     ),
+    whose="the lesson's",
 )
 
 
 def talk(**settings: Any) -> Watch:
-    """Three that are talking when a long prompt comes, after their fourth tokens. The engine is closed."""
+    """Run three requests that are answering when a long prompt comes, after their fourth tokens; close the engine."""
     with Watch(**(ROOM | {"enable_prefix_caching": False} | settings)) as watch:
         for name, question in TALKERS.items():
             watch.add(name, question, 16)
@@ -138,8 +159,37 @@ def gaps(watch: Watch) -> dict[str, list[float]]:
     return {name: [later - one for one, later in pairwise(each)] for name, each in times.items()}
 
 
+def answers_and_long_prompts() -> list[Arrival]:
+    """Return what benchmarks/prefill_gaps.py serves: 32 short questions, and 12 long prompts from half a second on."""
+    answering = Workload(num_requests=32, prompt_len=64, output_len=300)
+    prompts = Workload(num_requests=12, rate=8.0, prompt_len=6000, output_len=16)
+    late = [replace(arrival, time=arrival.time + 0.5) for arrival in arrivals_of(prompts, 32_000)]
+    return arrivals_of(answering, 32_000) + late
+
+
+def ttft_of_long_prompts(found: Simulation, longer_than: int = 1000) -> float:
+    """Return the mean seconds to a first token, of a simulation's long prompts."""
+    requests = parse_trace(found.lines).replay.requests.values()
+    long = [request for request in requests if request.arrival["num_prompt_tokens"] > longer_than]
+    return statistics.fmean(request.token_times[0] - request.arrival["time"] for request in long)
+
+
+def measured_budgets() -> tuple[dict[str, dict[str, float]], str]:
+    """Return what benchmarks/prefill_gaps.py measured on a GPU, by budget ("whole": not cut), and what ran where."""
+    _, found = committed("prefill-gaps")
+    return found["budgets"], f"{found['device']}, {found['model']}"
+
+
+def measured_rungs() -> tuple[dict[str, dict[str, Any]], str]:
+    """Return the measured figures of the ladder's rungs without and with chunked prefill, and what ran where."""
+    _, found = committed("ladder")
+    (name, ladder), *_ = found["models"].items()
+    figures = {rung["name"]: rung["figures"] for rung in ladder["rungs"]}
+    return {rung: figures[rung] for rung in ("paged blocks", "chunked prefill")}, f"{found['device']}, {name}"
+
+
 def who_waits() -> None:
-    """In how many steps each talker gets no token although it is under way."""
+    """Print in how many steps each request gets no token although it is running."""
     try:
         with Watch(**(ROOM | {"enable_prefix_caching": False, "max_num_batched_tokens": 16})) as watch:
             for name, question in TALKERS.items():
@@ -153,4 +203,4 @@ def who_waits() -> None:
     for name in watch.outputs:
         steps = [step["step"] for step in watch.trace.steps for s in step["scheduled"] if s["request_id"] == name]
         idle = steps[-1] - steps[0] + 1 - len(steps)
-        print(f"{name:5} is under way for {steps[-1] - steps[0] + 1} steps, and gets nothing in {idle} of them")
+        print(f"{name:5} is running for {steps[-1] - steps[0] + 1} steps, and gets nothing in {idle} of them")

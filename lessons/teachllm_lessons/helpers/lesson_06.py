@@ -9,9 +9,11 @@ from typing import Any
 from teachllm.core.policy import FirstComeFirstServed, Key
 from teachllm.core.request import Request
 from teachllm.engine.overrides import EngineOverrides
+from teachllm.errors import counted
 from teachllm.sampling_params import SamplingParams
 from teachllm.trace.replay import Line
 from teachllm_lessons.exercise import Exercise, require, run_with
+from teachllm_lessons.predict import Prediction
 from teachllm_lessons.watch import NoProgress, Watch
 
 PATIENCE = 8  # so many later arrivals may overtake a request, for each step of priority between them
@@ -23,6 +25,21 @@ QUESTIONS = {
 }
 
 KeyOf = Callable[[Request], Key]
+
+COMPUTED_AGAIN = Prediction(
+    asks="Tokens that C computes on its return",
+    answer=33,
+    because="A and B took the last two of C's four blocks, since a freed table returns its blocks from the tail. The "
+    "first two, 32 tokens, are still there and are found: 65 - 32 are left to compute. C goes on with {does} alone, "
+    "without preemption.",
+    traps={
+        1: "That is with all four blocks found. A and B needed two blocks, and only C's were available.",
+        17: "That is with one of the four blocks taken. A and B needed one each.",
+        32: "32 tokens were found; C has 65.",
+        64: "That is without a cache, and without the newest token, which has not been through the model yet.",
+        65: "That is without a cache, or if the *first* blocks of C had been taken: then no later one can match.",
+    },
+)
 
 
 def aged(request: Request) -> Key:
@@ -63,7 +80,7 @@ def contract_key(piece: KeyOf) -> int:
     for gap in range(1, 60):
         require(
             piece(request_at(gap, 0)) > piece(request_at(0, 0)),
-            f"puts arrival {gap} before arrival 0, of the same priority: who came first goes first",
+            f"puts arrival {gap} before arrival 0, of the same priority: the one that came first goes first",
         )
         cases += 1
 
@@ -121,7 +138,7 @@ def overtaken(overrides: EngineOverrides, num_urgent: int = 24) -> int:
 
 
 def scheduled_in(step: Line) -> list[str]:
-    """Names of those who compute something in a step."""
+    """Return the names of the requests that compute something in a step."""
     return [scheduled["request_id"] for scheduled in step["scheduled"]]
 
 
@@ -162,7 +179,7 @@ def three_in_a_tight_pool() -> None:
         ends = {name: step["step"] for step in watch.trace.steps for name in step["finished"]}
         for name, request in watch.state.requests.items():
             when = f"in step {ends[name]}" if name in ends else "never"
-            print(f"{name}: preempted {request.num_preemptions} times, done {when}")
+            print(f"{name}: preempted {counted(request.num_preemptions, 'time')}, done {when}")
 
 
 def an_urgent_newcomer() -> None:

@@ -1,4 +1,4 @@
-"""Lesson 07, sampling: what is judged, what a planted fault looks like, and pictures of one draw."""
+"""Lesson 07, sampling: what is predicted and judged, what a planted fault looks like, and an engine to look into."""
 
 from __future__ import annotations
 
@@ -17,15 +17,36 @@ from teachllm.sampling.filters import CountNucleus, apply_filters, best_of, coun
 from teachllm.sampling.penalties import apply_penalties
 from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling_params import SamplingParams
-from teachllm_kernels.sampling.random_sample import gumbel_noise_reference, gumbel_scores_reference
+from teachllm_kernels.sampling.random_sample import gumbel_noise_reference
 from teachllm_lessons.exercise import Exercise, Wrong, require
-from teachllm_lessons.palette import BAR, GOOD, INK, LINE, OTHER_BAR, color
-from teachllm_lessons.picture import Picture, axes
+from teachllm_lessons.predict import Prediction
 from teachllm_lessons.watch import Watch
 
 QUESTION = "Why is a token slow?"  # several answers begin differently, each of them likely
-_SHOWN = 7  # tokens of a distribution that are drawn by name
 _AT_A_TIME = 500  # draws, of 4,096 tokens each
+
+KEPT = Prediction(
+    asks="Tokens that top_p=0.9 keeps at temperature 2",
+    answer=3667,
+    because="Temperature 2 halves every logit, so a ratio of 40,000 becomes its square root, 200. If each other token "
+    "weighs 1, the likeliest weighs 200 of 200 + 4,095 = 4,295, and 0.9 of that is 3,865.5. The likeliest has 200 of "
+    "it; 3,666 others bring the rest. That is how top-p fails: it asks for a share of the probability, and at a high "
+    "temperature the tail has it. The model is not far from the toy: for the first token of the answer above "
+    "`top_p=0.9` keeps {cool} tokens at temperature 1, and {hot:,} at temperature 2.",
+    unit=" tokens",
+    within=0.001,
+    traps={
+        1: "At temperature 1 the likeliest token has 91%. At 2 it has less than 5%.",
+        1687: "Temperature divides logits, which are logarithms: a ratio of probabilities is not halved, it becomes "
+        "its square root.",
+        3687: "That is 0.9 of all tokens. The likeliest counts for 200 of the others.",
+    },
+)
+
+
+def peak_and_tail(ratio: float = 40_000.0, vocab_size: int = 4096) -> torch.Tensor:
+    """Return logits of one token that is so many times as likely as each of all others."""
+    return torch.zeros(vocab_size).index_fill(0, torch.tensor([0]), math.log(ratio))
 
 
 class Looking(Sampler):
@@ -77,85 +98,6 @@ def filtered(
 def num_left(logits: torch.Tensor, **settings: Any) -> int:
     """Return how many tokens the engine's filters leave of one row."""
     return int((filtered(logits, **settings) > -math.inf).sum())
-
-
-def hot_and_cold(logits: torch.Tensor, word: Callable[[int], str], temperatures: Sequence[float]) -> Picture:
-    """One row's probabilities at some temperatures: the likeliest tokens, and all others together."""
-    order = logits.argsort(descending=True)[:_SHOWN].tolist()
-    figure, ax = axes(10.5, 2.7, ncols=len(temperatures), sharey=True)
-    says = []
-    for panel, temperature in zip(ax, temperatures, strict=True):
-        p = (logits / temperature).softmax(dim=0)
-        shares = [*p[order].tolist(), 1.0 - float(p[order].sum())]
-        _panel(panel, _names(order, word, len(logits)), shares, [BAR] * _SHOWN + [OTHER_BAR])
-        panel.set_title(f"temperature {temperature:g}", fontsize=9, color=INK, loc="left")
-        says.append(f"at temperature {temperature:g} the {len(logits) - _SHOWN:,} others have {shares[-1]:.0%}")
-    return Picture(figure, "probabilities of the likeliest tokens; " + ", ".join(says))
-
-
-def draw(
-    logits: torch.Tensor,
-    word: Callable[[int], str],
-    *,
-    seed: int,
-    output_index: int,
-    temperature: float = 1.0,
-    **filters: Any,
-) -> Picture:
-    """One draw, stage by stage: what the model says, what temperature and filters make of it, and the noise."""
-    order = logits.argsort(descending=True)[:_SHOWN].tolist()
-    names = _names(order, word, len(logits))
-    left = filtered(logits, temperature, **filters)
-    named = torch.tensor([seed]), torch.tensor([output_index]), torch.tensor([0])
-    scores = gumbel_scores_reference(left[None], torch.tensor([temperature]), *named)[0]
-    chosen = int(scores.argmax())
-    is_kept = (left > -math.inf).tolist()
-    others = [i for i in range(len(logits)) if i not in order]
-    best_other = max(others, key=lambda i: float(scores[i]))
-    marks = [GOOD if i == chosen else BAR if is_kept[i] else OTHER_BAR for i in order]
-    marks.append(GOOD if chosen in others else BAR if any(is_kept[i] for i in others) else OTHER_BAR)
-
-    asked = ", ".join(f"{name} {value:g}" for name, value in filters.items())
-    figure, ax = axes(10.5, 2.9, ncols=4, sharey=True)
-    for panel, title, p in (
-        (ax[0], "what the model says", logits.softmax(dim=0)),
-        (ax[1], f"temperature {temperature:g}", (logits / temperature).softmax(dim=0)),
-        (ax[2], f"{asked}: {sum(is_kept):,} left" if asked else "no filter", (left / temperature).softmax(dim=0)),
-    ):
-        shares = [*p[order].tolist(), max(1.0 - float(p[order].sum()), 0.0)]
-        _panel(panel, names, shares, [BAR] * _SHOWN + [OTHER_BAR] if panel is not ax[2] else marks)
-        panel.set_title(title, fontsize=9, color=INK, loc="left")
-    # Scores are differences to the lowest that is shown: only which is largest counts.
-    found = [float(scores[i]) for i in (*order, best_other)]
-    floor = min(value for value in found if value > -math.inf) - 0.5
-    heights = [max(value - floor, 0.0) for value in found]
-    labels = [f"{value:.1f}" if value > -math.inf else "cut" for value in found]
-    bars = ax[3].barh(names, heights, color=marks)
-    ax[3].bar_label(bars, labels, padding=3, color=INK, fontsize=8)
-    ax[3].set_title("logit / temperature + noise", fontsize=9, color=INK, loc="left")
-    ax[3].set_xticks([])
-    ax[3].margins(x=0.3)
-    says = f"{sum(is_kept):,} of {len(logits):,} tokens are left, and the noise decides for {word(chosen)!r}"
-    return Picture(figure, says)
-
-
-def _names(order: Sequence[int], word: Callable[[int], str], size: int) -> list[str]:
-    seen: dict[str, int] = {}
-    names = []
-    for token_id in order:
-        name = word(token_id).replace("$", r"\$")
-        seen[name] = seen.get(name, 0) + 1
-        names.append(f"`{name}`" + "'" * (seen[name] - 1))
-    return [*names, f"{size - len(order):,} others"]
-
-
-def _panel(ax: Any, names: Sequence[str], values: Sequence[float], colors: Sequence[str]) -> None:
-    labels = ["<1%" if 0.0 < value < 0.005 else f"{value:.0%}" for value in values]
-    ax.bar_label(ax.barh(names, values, color=colors), labels, padding=3, color=INK, fontsize=8)
-    if not ax.yaxis_inverted():
-        ax.invert_yaxis()
-    ax.set_xticks([])
-    ax.set_xlim(0, 1.25)
 
 
 def contract_count_nucleus(piece: CountNucleus) -> int:
@@ -337,25 +279,6 @@ def answers(
                 ]
                 found[name][temperature] = math.exp(-fmean(given)), len({tuple(one.token_ids) for one in every})
     return found
-
-
-def against_temperature(found: Mapping[str, Mapping[float, tuple[float, int]]], num: int) -> Picture:
-    """By filter and temperature: perplexity of what was drawn, and how many answers of `num` differ."""
-    figure, ax = axes(10.5, 3.2, ncols=2)
-    for index, (name, points) in enumerate(found.items()):
-        for panel, which in zip(ax, (0, 1), strict=True):
-            ys = [point[which] for point in points.values()]
-            panel.plot(list(points), ys, marker="o", markersize=4, color=color(index), label=name)
-    ax[0].set_yscale("log")
-    ax[0].set_ylabel("perplexity of the tokens drawn")
-    ax[1].set_ylabel(f"different answers of {num}")
-    for panel in ax:
-        panel.set_xlabel("temperature")
-        panel.grid(color=LINE, linewidth=0.5)
-    ax[0].legend(frameon=False, labelcolor=INK, fontsize=9)
-    last = {name: list(points.values())[-1] for name, points in found.items()}
-    said = ", ".join(f"{name}: perplexity {perplexity:,.3g}, {number}" for name, (perplexity, number) in last.items())
-    return Picture(figure, f"perplexity and number of different answers of {num}; at the highest temperature {said}")
 
 
 def milliseconds_of_stages(vocab_size: int, num_rows: int = 1, repeats: int = 9) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Lesson 08, attention in Triton: what is judged, and what a planted fault looks like.
+"""Lesson 08, attention in Triton: what is predicted and judged, and what a planted fault looks like.
 
 Kernels are interpreted where there is no GPU: set TRITON_INTERPRET=1 before Triton is imported.
 """
@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from itertools import permutations
+from statistics import mean
 from typing import Any
 from unittest import mock
 
@@ -30,9 +32,32 @@ from teachllm_lessons.helpers.lesson_08_kernels import (
     kernel_device,
     run_tile,
 )
-from teachllm_lessons.palette import BAD, INK, LINE, color
-from teachllm_lessons.picture import Picture, axes
+from teachllm_lessons.palette import BAD, BAR, INK, LINE, OTHER_BAR, series_color
+from teachllm_lessons.picture import Picture, axes, log_axis, short
+from teachllm_lessons.predict import Prediction
 from teachllm_lessons.watch import Watch
+
+RESCALINGS = Prediction(
+    asks="Rescalings of six tiles in random order, on average",
+    answer=1.45,
+    because="The second tile holds the largest score so far with probability 1/2, the third with 1/3, the sixth with "
+    "1/6, whatever came before: 1/2 + 1/3 + 1/4 + 1/5 + 1/6 = 1.45. For k tiles it is about ln k - 0.42, so 1,000 "
+    "tiles rescale fewer than seven times. (The engine went through all 720 orders of six tiles.)",
+    within=0.005,
+    traps={
+        2.45: "That counts the first tile, too, which has nothing to rescale.",
+        2.5: "The second tile beats the first half of the time, but the sixth has to beat five.",
+        5: "That is the worst order, with scores that rise from tile to tile.",
+        1: "The largest of all six is met once, but there may be new largest scores before it.",
+    },
+)
+
+
+def rescalings_of_all_orders(num_tiles: int) -> float:
+    """Return how often a tile after the first has the largest score so far, on average over all orders of tiles."""
+    return mean(
+        sum(order[at] > max(order[:at]) for at in range(1, num_tiles)) for order in permutations(range(num_tiles))
+    )
 
 
 def draw_tiles(scores: torch.Tensor, tile: int, blocks: Sequence[int]) -> Picture:
@@ -46,13 +71,13 @@ def draw_tiles(scores: torch.Tensor, tile: int, blocks: Sequence[int]) -> Pictur
     largest, total, told = -math.inf, 0.0, []
     for number, part in enumerate(scores.split(tile)):
         first, count = number * tile, len(part)
-        both[0].bar(range(first, first + count), part.tolist(), width=0.8, color=color(number % 2))
+        both[0].bar(range(first, first + count), part.tolist(), width=0.8, color=(BAR, OTHER_BAR)[number % 2])
         higher = max(largest, float(part.max()))
         total = total * math.exp(largest - higher) + float((part - higher).exp().sum())
         is_higher, largest = higher > largest, higher
         told.append(f"tile {number}: largest {largest:.2f}, total {total:.2f}")
         both[0].plot([first - 0.5, first + count - 0.5], [largest] * 2, color=BAD, linewidth=2)
-        both[1].bar(first + count / 2 - 0.5, total, width=count * 0.9, color=color(number % 2), alpha=0.8)
+        both[1].bar(first + count / 2 - 0.5, total, width=count * 0.9, color=(BAR, OTHER_BAR)[number % 2])
         said = f"{total:.2f}" + (f"\nlargest {largest:.2f}" if is_higher else "")
         both[1].text(first + count / 2 - 0.5, total, said, ha="center", va="bottom", fontsize=8, color=INK)
     for place, block in enumerate(blocks):
@@ -80,16 +105,28 @@ def draw_roofline(
     bandwidth, peak = ceilings["read_bandwidth"], ceilings[flops]
     xs = [0.5, peak / bandwidth, 20000]
     ax.plot(xs, [min(x * bandwidth, peak) / 1e12 for x in xs], color=INK, linewidth=2)
-    for index, (name, intensity, reached) in enumerate(points):
-        ax.plot(intensity, reached / 1e12, marker="o", color=color(index), linestyle="", label=name)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    ax.text(10, bandwidth * 13e-12, f"{bandwidth / 1e12:.2f} TB/s", color=INK, fontsize=8, ha="right")
+    ax.text(xs[1] * 1.3, peak * 1.1e-12, f"{peak / 1e12:,.0f} TFLOP/s", color=INK, fontsize=8, va="bottom")
+    taken: list[float] = []  # heights of labels, which would lie on each other where points do
+    for index, (name, intensity, reached) in enumerate(sorted(points, key=lambda point: -point[2])):
+        ax.plot(intensity, reached / 1e12, marker="os^vD"[index % 5], color=series_color(index), linestyle="")
+        height = reached / 1e12
+        while any(0.75 < height / other < 1.33 for other in taken):
+            height /= 1.4
+        taken.append(height)
+        is_right = intensity > peak / bandwidth
+        at = intensity / 1.25 if is_right else intensity * 1.25
+        ax.text(at, height, name, color=INK, fontsize=8, va="center", ha="right" if is_right else "left")
+    log_axis(ax, "x", multiples=(1,))
+    log_axis(ax, "y")
     ax.set_xlabel("FLOPs for each byte that must be moved")
     ax.set_ylabel("TFLOP/s")
     ax.grid(color=LINE, linewidth=0.5)
-    ax.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
     ax.set_title(title, fontsize=9, color=INK, loc="left")
-    said = ", ".join(f"{name}: {reached / 1e12:,.3g} TFLOP/s" for name, _, reached in points)
+    said = ", ".join(
+        f"{name}: {short(reached / 1e12)} TFLOP/s, {reached / min(intensity * bandwidth, peak):.0%} of its roof"
+        for name, intensity, reached in points
+    )
     return Picture(figure, f"{title}: {said}")
 
 
@@ -209,7 +246,7 @@ def live_update(piece: Update) -> str:
             f"{found[name]}",
         )
     return (
-        f"The engine decoded with it: {attention.num_tiles} tiles of {TILE} keys went through a Triton kernel, and it "
+        f"The engine decoded with it: {attention.num_tiles} tiles of {TILE} keys went through the kernel, and it "
         "said the same words."
     )
 

@@ -1,7 +1,8 @@
 """Lesson 08: a small decode kernel around the reader's inner loop, and the engine's own, as attention backends;
 and a probe that keeps what decodes saw and counts bytes.
 
-Kernels are interpreted where there is no GPU: set TRITON_INTERPRET=1 before Triton is imported.
+Kernels are interpreted where there is no GPU: set TRITON_INTERPRET=1 before Triton is imported. Without Triton
+(`teachllm_kernels.torch_interpreter`) they are interpreted in any case.
 """
 
 from __future__ import annotations
@@ -91,14 +92,12 @@ def kernel_device() -> torch.device:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-    """Run `kernel[grid](**arguments)`. An error inside comes out as it is, not wrapped by the interpreter."""
-    from triton.runtime.errors import InterpreterError
-
+    """Run `kernel[grid](**arguments)`. An error inside comes out as it is, not wrapped by Triton's interpreter."""
     try:
         kernel[grid](**arguments)
-    except InterpreterError as error:
+    except Exception as error:
         cause: BaseException | None = error
-        while isinstance(cause, InterpreterError):
+        while cause is not None and type(cause).__name__ == "InterpreterError":
             cause = cause.__cause__
         raise cause or error from None
 
@@ -308,7 +307,7 @@ class Probe(ReferenceBackend):
                 yield Attended(torch.einsum("hd,khd->hk", query, k) * scale, v, table.tolist())
 
     def rises(self, tile: int) -> tuple[int, int]:
-        """(tiles behind a first one that have a larger score than all before, tiles behind a first one)."""
+        """Return (tiles after a first one that have a larger score than all before, tiles after a first one)."""
         rises = tiles = 0
         for layer in self.decodes:
             for each in layer:
@@ -317,3 +316,17 @@ class Probe(ReferenceBackend):
                 rises += int((largest[1:] > before).sum())
                 tiles += before.numel()
         return rises, tiles
+
+    def peaks(self, tile: int) -> dict[str, int]:
+        """Return for how many heads the largest score lies in the first tile, in the last one, and between them."""
+        found = {"first tile": 0, "tiles between": 0, "last tile": 0}
+        for each in (attended for layer in self.decodes for attended in layer):
+            last = (each.scores.shape[1] - 1) // tile
+            for at in each.scores.argmax(dim=-1).tolist():
+                found["first tile" if at // tile == 0 else "last tile" if at // tile == last else "tiles between"] += 1
+        return found
+
+    def weight_of_first(self) -> float:
+        """Return the weight of a sequence's first token, on average over heads and layers."""
+        weights = [attended.scores.softmax(dim=-1)[:, 0] for layer in self.decodes for attended in layer]
+        return float(torch.cat(weights).mean())

@@ -1,10 +1,10 @@
-"""Lesson 09, graphs and running ahead: a loop to write, a host and a device to look at, and a write that comes late."""
+"""Lesson 09, graphs and running ahead: a loop to write, a host and a device to look at, and a write that is late."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,9 @@ from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import DEFAULT_DEVICE, Simulation, simulate
 from teachllm.simulator.workload import Workload
 from teachllm_lessons.exercise import Exercise, Wrong, require, run_with
-from teachllm_lessons.palette import INK, PALE, color
-from teachllm_lessons.picture import Picture, axes
+from teachllm_lessons.palette import INK, LINE, PALE, Color, color, ink_on
+from teachllm_lessons.picture import Picture, axes, rectangle
+from teachllm_lessons.predict import Prediction
 from teachllm_lessons.watch import Watch
 
 if TYPE_CHECKING:
@@ -35,7 +36,31 @@ if TYPE_CHECKING:
 
 Turn = Callable[[Any], Any]
 ONE_BY_ONE = StepCosts(decode_layer=StepCosts().prompt_layer)  # decodes launch their kernels like prompts: no graph
-_SCHEDULE, _LAUNCH, _UPDATE, _DEVICE = color(3), color(1), color(2), color(4)
+_SCHEDULE, _LAUNCH, _UPDATE, _DEVICE = (color(index) for index in (3, 1, 2, 4))
+
+
+IN_VAIN = Prediction(
+    asks="Tokens computed in vain, ended by max_tokens",
+    answer=0,
+    because="The scheduler does not know *which* tokens are under way, but it knows *how many*: when it plans the step "
+    "after the fifth token, five are known or under way, and the request gets nothing more. Only an end that depends "
+    "on an id comes late: a stop token or a stop string. The same request, ended by its stop token, computed "
+    "{by_a_stop} token in vain.",
+    traps={
+        1: "That is what an end by a stop token costs: its id is known one step late. A length is known beforehand.",
+        2: "Never more than one step is ahead, so it could not be two.",
+    },
+)
+
+
+def in_vain(**params: Any) -> int:
+    """Return how many tokens a request computes and drops, running one step ahead."""
+    question = "What is a KV cache?"
+    with Watch(num_gpu_blocks_override=6, max_model_len=64, async_scheduling=True) as watch:
+        watch.add("A", question, **params)
+        watch.run()
+        computed = sum(scheduled["num_tokens"] for step in watch.trace.steps for scheduled in step["scheduled"])
+        return computed - (len(watch.ids(question)) + len(watch.tokens("A")) - 1)  # the last token is never computed
 
 
 @dataclass
@@ -218,39 +243,39 @@ class Pretended:
         return worked / (self.device[-1][1] - self.device[0][0])
 
     def draw(self, first: int = 4, count: int = 4) -> Picture:
-        """Host and device during some steps; milliseconds from the first one's plan on."""
+        """Draw host and device during some steps, in milliseconds from the first step's plan on."""
+        from matplotlib.patches import Patch
+
         zero, last = self.steps[first]["time"], min(first + count, len(self.steps)) - 1
         shown = range(max(first - 2, 0), min(last + 3, len(self.steps)))
-        figure, ax = axes(10, 1.9)
+        figure, ax = axes(9, 1.9)
+        limit = 1e3 * (self.device[last][1] - zero)
+
+        def bar(row: int, begin: float, end: float, filled: Color | str, height: float, text: str = "") -> None:
+            """Draw the part that is in sight, with its text if that has room."""
+            left, right = (min(max(1e3 * (at - zero), 0.0), limit) for at in (begin, end))
+            rectangle(ax, left, row - height / 2, right - left, height, filled)
+            if text and right - left > limit * (0.006 + 0.006 * len(text)):
+                ink = INK if isinstance(filled, str) else ink_on(filled)
+                ax.text((left + right) / 2, row, text, ha="center", va="center", fontsize=7, color=ink)
+
         for number in shown:
             step = self.steps[number]
             begin, end = step["time"], step["end"]
-            launched = begin + step["schedule"]
-            parts = (
-                (begin, step["schedule"], _SCHEDULE, "plan"),
-                (launched, step["execute"], _LAUNCH, "launch"),
-                (end - step["update"], step["update"], _UPDATE, "update"),
-            )
-            for at, seconds, filled, what in parts:
-                ax.barh(1, 1e3 * seconds, left=1e3 * (at - zero), color=filled, height=0.7, label=what)
-                ax.text(
-                    1e3 * (at - zero + seconds / 2), 1, str(number), ha="center", va="center", fontsize=7, clip_on=True
-                )
-            at = end - step["update"] - step["wait"]
-            ax.barh(1, 1e3 * step["wait"], left=1e3 * (at - zero), color=PALE, height=0.25, label="wait")
-            on, off = self.device[number]
-            ax.barh(0, 1e3 * (off - on), left=1e3 * (on - zero), color=_DEVICE, height=0.7, edgecolor="white")
-            middle = 1e3 * ((on + off) / 2 - zero)
-            ax.text(middle, 0, f"step {number}", ha="center", va="center", fontsize=8, color="w", clip_on=True)
+            launched, updated = begin + step["schedule"], end - step["update"]
+            bar(1, begin, launched, _SCHEDULE, 0.7, str(number))
+            bar(1, launched, launched + step["execute"], _LAUNCH, 0.7, str(number))
+            bar(1, updated, end, _UPDATE, 0.7, str(number))
+            bar(1, updated - step["wait"], updated, PALE, 0.25)
+            bar(0, *self.device[number], _DEVICE, 0.7, f"step {number}")
+        names = {"plan": _SCHEDULE, "launch": _LAUNCH, "update": _UPDATE, "wait": PALE}
+        handles = [Patch(facecolor=filled, edgecolor=LINE, label=name) for name, filled in names.items()]
         ax.set_yticks([0, 1], ["device", "host"])
-        ax.set_xlim(0, 1e3 * (self.device[last][1] - zero))
+        ax.set_xlim(0, limit)
+        ax.set_ylim(-0.5, 1.5)
         ax.set_xlabel("ms")
-        handles, labels = ax.get_legend_handles_labels()
-        known = dict(zip(labels, handles, strict=True))
-        ax.legend(
-            known.values(), known, frameon=False, labelcolor=INK, fontsize=8, ncols=4, loc="lower left",
-            bbox_to_anchor=(0.0, 1.0),
-        )  # fmt: skip
+        look = {"frameon": False, "labelcolor": INK, "fontsize": 8, "ncols": 4}
+        ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.0, 1.0), **look)
         says = f"host and device in steps {first} to {last}; the device works {self.busy:.0%} of the time"
         ax.set_title(f"the device works {self.busy:.0%} of the time", fontsize=9, color=INK, loc="right")
         return Picture(figure, says)
@@ -278,33 +303,6 @@ def pretend(
         idle_from = begin + seconds
         device.append((begin, idle_from))
     return Pretended(done, steps, device)
-
-
-def draw_launches(num_kernels: int, kernel: float, launches: Mapping[str, float]) -> Picture:
-    """Kernels one after the other, each launched by the host before, and as one graph.
-
-    Args:
-        kernel: microseconds that each takes on the device.
-        launches: {how: microseconds of the host for a launch}; a graph's is for all kernels together.
-    """
-    figure, ax = axes(10, 0.9 + 0.75 * len(launches))
-    told, names = [], []
-    for row, (how, launch) in enumerate(launches.items()):
-        idle_from = 0.0
-        for number in range(num_kernels):
-            launched = launch * (1 if how == "graph" else number + 1)
-            if how != "graph" or number == 0:
-                ax.barh(-2.4 * row, launch * 0.94, left=launched - launch, color=_LAUNCH, height=0.8)
-            begin = max(idle_from, launched)
-            ax.barh(-2.4 * row - 1, kernel * 0.94, left=begin, color=_DEVICE, height=0.8)
-            idle_from = begin + kernel
-        told.append(f"{how}: {num_kernels} kernels in {idle_from:.0f} us")
-        ax.text(idle_from + 1, -2.4 * row - 1, f"{idle_from:.0f} us", va="center", fontsize=9, color=INK)
-        names += [(-2.4 * row, f"{how}: host"), (-2.4 * row - 1, "device")]
-    ax.set_yticks([at for at, _ in names], [name for _, name in names])
-    ax.set_xlabel("microseconds")
-    ax.margins(x=0.08)
-    return Picture(figure, "; ".join(told))
 
 
 class _Counting(TorchDispatchMode):

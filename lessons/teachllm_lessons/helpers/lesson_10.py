@@ -1,4 +1,4 @@
-"""Lesson 10, speculative decoding: what is judged, what a planted fault looks like, and pictures of a verification."""
+"""Lesson 10, speculative decoding: what is predicted and judged, and what a planted fault looks like."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import time
 import warnings
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,8 +24,9 @@ from teachllm_kernels.speculation.rejection_reference import (
     rejection_sample_reference,
 )
 from teachllm_lessons.exercise import Exercise, Wrong, require
-from teachllm_lessons.helpers.lesson_10_pictures import draw_verification
+from teachllm_lessons.helpers.pictures.lesson_10 import draw_verification
 from teachllm_lessons.picture import Picture
+from teachllm_lessons.predict import Prediction
 from teachllm_lessons.watch import Watch
 
 QUESTION = "What is a KV cache?"
@@ -34,6 +35,22 @@ _LOOKED_AT = 4  # of the last tokens, the engine looks for so many at most
 _SETTINGS: dict[str, Any] = {"num_gpu_blocks_override": 96, "max_model_len": 256, "check_invariants": False}
 
 Propose = Callable[[Sequence[int], int], Sequence[int]]
+
+TOKENS_PER_STEP = Prediction(
+    asks="Tokens per step",
+    answer=3.36,
+    because="A draft counts only if all before it do: the first with probability a = 0.8, the second with a², and one "
+    "token of the model's own comes in any case. The mean is 1 + a + a² + a³ + a⁴ = (1 - a⁵) / (1 - a) = 3.36; the "
+    "coins of these {num_steps} steps scatter around it. With k drafts it is (1 - aᵏ⁺¹) / (1 - a): eight drafts bring "
+    "4.33 tokens, one more for twice as many. At a = 0.5 four bring 1.94, and no number of drafts ever reaches 2.",
+    within=0.05,
+    traps={
+        4.2: "That lets every draft count for itself, but a draft after a rejected one is lost.",
+        2.36: "Those are the accepted drafts. The model's own token comes on top, whatever was rejected.",
+        3.2: "That lets every draft count for itself, and leaves out the model's own token.",
+        1.41: "All four are accepted with probability 0.41, but a step may accept some of them.",
+    },
+)
 
 
 class Noted:
@@ -352,6 +369,12 @@ JUDGE = Exercise(
         "tensor has all rows: `torch.where(total > 0, rest / total, p)`.",
     ),
 )
+
+
+def told_lengths(lengths: Mapping[str, int]) -> str:
+    """Return which share of a run's steps of a request was to have how many drafts, in words."""
+    total = sum(lengths.values())
+    return ", ".join(f"{num}: {count / total:.1%}" for num, count in sorted(lengths.items()))
 
 
 def greedy_and_random() -> None:

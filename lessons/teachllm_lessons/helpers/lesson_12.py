@@ -1,4 +1,4 @@
-"""Lesson 12, parallelism: ranks and replicas to watch, what they exchange, and what is judged."""
+"""Lesson 12, parallelism: ranks and replicas to watch, what they exchange, and what is predicted and judged."""
 
 from __future__ import annotations
 
@@ -33,13 +33,33 @@ from teachllm.worker.cpu.model_runner import ModelRunner
 from teachllm_lessons.exercise import Exercise, Wrong, require
 from teachllm_lessons.faults import ROOT
 from teachllm_lessons.palette import INK, color
-from teachllm_lessons.picture import Picture, axes
+from teachllm_lessons.picture import Picture, axes, rectangle
+from teachllm_lessons.predict import Prediction
 from teachllm_lessons.results import committed
 from teachllm_lessons.watch import Watch
 
 Choose = Callable[[Sequence[int], Sequence[int]], int]
 
 QUESTIONS = ("What is a KV cache?", "What is a block table?", "What is a token budget?", "What is a prefix cache?")
+
+_NO_SUM = "There are 14 exchanges, but the last one is no sum: it tells a best logit and a token per request."
+BYTES_SENT = Prediction(
+    asks="Bytes that a rank sends",
+    answer=53_312,
+    because="Four hidden states are 4 * 256 * 4 = 4,096 bytes. In each of the ring's two rounds a rank sends one half "
+    "of them, so 4,096 bytes per sum; 13 sums are 53,248 bytes, and four best logits 64. `step_bytes` in "
+    "`teachllm/distributed` computes that from the model's shape. A pipeline's first stage would send {stage:,} "
+    "bytes, once: a thirteenth.",
+    unit=" bytes",
+    traps={
+        53_248: "Nearly: those are the sums. The best logits of four requests are missing.",
+        26_688: "That is one round of the ring. In the second round the finished parts go around.",
+        57_344: _NO_SUM,
+        57_408: _NO_SUM,
+        106_560: "A round sends half of the tensor from each of two ranks, not all of it.",
+        49_216: "There are 13 sums: two per layer, and one for the embedding.",
+    },
+)
 
 
 @cache
@@ -124,8 +144,6 @@ class Replicas:
 
     def picture(self) -> Picture:
         """A row for each request, by replica: in which steps it was computed."""
-        from matplotlib.patches import Rectangle
-
         order = sorted(self.went, key=lambda name: self.went[name])
         figure, ax = axes(9, 0.8 + 0.3 * len(order))
         for row, name in enumerate(order):
@@ -134,9 +152,8 @@ class Replicas:
             for step in steps:
                 for scheduled in step["scheduled"]:
                     if scheduled["request_id"] == name:
-                        shade = filled if scheduled["phase"] == "prefill" else (*filled, 0.45)
-                        at = (turns[step["step"]], 0.1 - row)
-                        ax.add_patch(Rectangle(at, 1, 0.8, facecolor=shade))
+                        shade = filled if scheduled["phase"] == "prefill" else (*filled, 0.3)
+                        rectangle(ax, turns[step["step"]], 0.1 - row, 1, 0.8, shade)
         ax.set_yticks([0.5 - row for row in range(len(order))], [f"{name} on {self.went[name]}" for name in order])
         ax.set_xlim(0, self.num_steps)
         ax.set_ylim(1 - len(order) - 0.1, 1.1)

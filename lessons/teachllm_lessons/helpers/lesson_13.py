@@ -1,16 +1,20 @@
-"""Lesson 13, the ladder: a small workload for every rung, the settings to find, and a fault that one rung betrays."""
+"""Lesson 13, the ladder: a small workload for every rung, the settings to find, and a fault that shows at one rung."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import median_low
 from typing import Any
 
-from teachllm.bench.ladder import RUNGS, Size
+from teachllm.bench.ladder import RUNGS, Result, Size, climb
+from teachllm.config import EngineConfig
+from teachllm.roofline import Ceilings
 from teachllm_lessons.exercise import Exercise, require
-from teachllm_lessons.palette import BAR, INK, OTHER_BAR
-from teachllm_lessons.picture import Picture, axes, short
+from teachllm_lessons.palette import BAR, INK, LINE, OTHER_BAR
+from teachllm_lessons.picture import Picture, axes, log_axis, short
+from teachllm_lessons.predict import Prediction
 from teachllm_lessons.watch import Watch
 
 SMALL = Size(8, (8, 24), (80, 120), (6, 16), 48, 192, 3 * 192, 8, 64)  # the laptop's ladder, in less than half a minute
@@ -22,6 +26,26 @@ QUESTIONS = ("a block", "a token", "a batch", "a prompt", "prefill", "decode", "
 MOST_TOKENS, MOST_STEPS = 320, 28
 
 Settings = Mapping[str, Any]
+
+COMPUTED_AT_THE_TOP = Prediction(
+    asks="Tokens computed at the top",
+    answer=216,
+    because="The first prompt is computed whole, 60 tokens. The 48 tokens that all begin with are three full blocks, "
+    "so each of the seven others computes 12: 144 prompt tokens in all. Of ten output tokens nine are computed again "
+    "as inputs, as the last one ends the request: 8 * 9 = 72. Without a prefix cache it would be {uncached:,} tokens, "
+    "and without any cache {bottom:,}: that rung computes the whole sequence for every token, {times:.0f} times as "
+    "much as the top. How much faster it is, is another question: a step costs more than its tokens.",
+    unit=" tokens",
+    traps={
+        552: "That is without the prefix cache: seven of eight prompts compute 48 tokens that are there already.",
+        224: "Each answer's last token is sampled and never computed: nothing comes after it.",
+        264: "The second prompt begins in the step of the first, and finds its full blocks already: it computes 12 "
+        "tokens, not 60.",
+        144: "Those are the prompts. Output tokens are computed, too, when they are read.",
+        152: "That has one output token per request. Nine of ten are computed, one per step.",
+    },
+)
+NUM_SHARED, NUM_OWN, NUM_OUTPUT = 48, 12, 10
 
 
 def bottom() -> dict[str, Any]:
@@ -72,10 +96,51 @@ def serve(settings: Settings) -> Served:
         return Served(len(steps), computed, watch.all_tokens, watch)
 
 
+def tokens_of_eight(settings: Settings) -> int:
+    """Return how many tokens an engine computes for eight requests that begin alike, given all at once."""
+    with Watch(**settings) as watch:
+        shared = [100 + number for number in range(NUM_SHARED)]
+        for index in range(8):
+            own = [1000 + NUM_OWN * index + number for number in range(NUM_OWN)]
+            watch.add("ABCDEFGH"[index], shared + own, NUM_OUTPUT)
+        steps = watch.run().trace.steps
+        return sum(scheduled["num_tokens"] for step in steps for scheduled in step["scheduled"])
+
+
+@dataclass(frozen=True)
+class Climbed:
+    """Several passes up the ladder.
+
+    Attributes:
+        results: of each rung the pass with the median of tokens per second.
+        rates: tokens per second of each rung that ran, of every pass.
+    """
+
+    results: list[Result]
+    rates: dict[str, list[float]]
+
+    @property
+    def spread(self) -> dict[str, tuple[float, float]]:
+        """Return the least and the most tokens per second of each rung."""
+        return {name: (min(rates), max(rates)) for name, rates in self.rates.items()}
+
+
+def climb_often(engine: EngineConfig, ceilings: Ceilings, num_passes: int = 3) -> Climbed:
+    """Climb the whole ladder so many times, since one pass of a second says little on a machine with other work."""
+    passes = [list(climb(engine, SMALL, ceilings, num_devices=0, num_passes=1)) for _ in range(num_passes)]
+    results, rates = list[Result](), dict[str, list[float]]()
+    for tried in zip(*passes, strict=True):
+        runs = {each.run.figures.output_tokens_per_s: each for each in tried if each.run is not None}
+        if not runs:
+            results.append(tried[0])
+            continue
+        rates[tried[0].rung.name] = [each.run.figures.output_tokens_per_s for each in tried if each.run is not None]
+        results.append(runs[median_low(runs)])
+    return Climbed(results, rates)
+
+
 def contract_settings(piece: Callable[[], Settings]) -> int:
     """Check what may be turned and how far; nothing runs yet."""
-    from teachllm.config import EngineConfig
-
     settings = piece()
     require(isinstance(settings, Mapping), f"settings() is {settings!r}: give a dict of EngineConfig's fields")
     try:
@@ -153,29 +218,63 @@ def which_rung() -> None:
             settings = here
 
 
-def draw_ladder(rungs: Sequence[Mapping[str, Any]], title: str) -> Picture:
-    """Tokens per second and the fraction of the ceiling of each rung that ran.
+def told_ladder(rungs: Sequence[Mapping[str, Any]]) -> str:
+    """Return throughput, steps and latencies of each rung that ran, as a table of plain text."""
+    rows = [f"{'':22} tokens/s   steps   TTFT, mean   gaps, median      p99"]
+    for rung in rungs:
+        if (found := rung["figures"]) is None:
+            continue
+        ms = [1000 * each for each in (found["ttft"]["mean"], found["itl"]["p50"], found["itl"]["p99"])]
+        rate, steps = found["output_tokens_per_s"], found["num_steps"]
+        rows.append(f"{rung['name']:22} {rate:8,.0f} {steps:7,} {ms[0]:9,.0f} ms {ms[1]:11.2f} ms {ms[2]:5.1f} ms")
+    return "\n".join(rows)
+
+
+def draw_ladder(
+    rungs: Sequence[Mapping[str, Any]], title: str, spread: Mapping[str, tuple[float, float]] | None = None
+) -> Picture:
+    """Draw throughput, time to a first token and gaps of each rung that ran, as dots on logarithmic axes.
 
     Args:
         rungs: as `bench.ladder.as_json` gives them.
+        spread: the least and the most tokens per second of each rung, where it ran several times.
     """
-    from matplotlib.ticker import NullFormatter
-
-    ran = [rung for rung in rungs if rung["figures"] is not None]
-    names = [rung["name"] for rung in ran]
-    rates = [rung["figures"]["output_tokens_per_s"] for rung in ran]
-    shares = [100 * rung["figures"]["of_ceiling"] for rung in ran]
-    figure, both = axes(9, 0.8 + 0.34 * len(ran), ncols=2, sharey=True)
+    ran = {rung["name"]: rung["figures"] for rung in rungs if rung["figures"] is not None}
+    names = list(ran)
+    rates = [found["output_tokens_per_s"] for found in ran.values()]
+    first, p50, p99 = (
+        [1000 * found[which][key] for found in ran.values()]
+        for which, key in (("ttft", "mean"), ("itl", "p50"), ("itl", "p99"))
+    )
     lossless = {rung.name for rung in RUNGS if rung.is_lossless}
     colors = [BAR if name in lossless else OTHER_BAR for name in names]
-    for ax, values, label in ((both[0], rates, "output tokens/s"), (both[1], shares, "% of the ceiling")):
-        drawn = ax.barh(names, values, color=colors)
-        ax.bar_label(drawn, [short(value) for value in values], padding=4, color=INK, fontsize=9)
-        ax.set_xscale("log")
-        ax.xaxis.set_minor_formatter(NullFormatter())  # they would lie on each other
-        ax.set_xlabel(label)
-        ax.margins(x=0.25)
-    both[0].invert_yaxis()
-    figure.suptitle(title + ("\ngrey: may change tokens" if OTHER_BAR in colors else ""), color=INK, fontsize=10)
-    said = ", ".join(f"{name} {short(rate)} tokens/s" for name, rate in zip(names, rates, strict=True))
-    return Picture(figure, f"{title}: {said}")
+    shares = [f"{short(rate)} ({found['of_ceiling']:.1%})" for rate, found in zip(rates, ran.values(), strict=True)]
+    style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": INK}
+    figure, panels = axes(9, 1.0 + 0.34 * len(ran), ncols=3, sharey=True, width_ratios=(1.4, 1, 1))
+    for ax, values, labels, label in (
+        (panels[0], rates, shares, "output tokens/s (of the ceiling)"),
+        (panels[1], first, [short(value) for value in first], "mean time to first token, ms"),
+        (panels[2], p99, [short(value) for value in p99], "gaps: o median, dot p99, ms"),
+    ):
+        ax.scatter(values, names, s=30, color=colors, zorder=3)
+        for name, value, text in zip(names, values, labels, strict=True):
+            end = (spread or {}).get(name, (value, value))[1] if ax is panels[0] else value
+            ax.annotate(text, (end, name), (6, 0), **style)
+        log_axis(ax, "x", multiples=(1,) if max(values) > 100 * min(values) else (1, 2, 5))
+        ax.grid(axis="y", color=LINE, linewidth=0.5)
+        ax.set_xlabel(label, fontsize=9)
+        ax.margins(x=0.3 if ax is panels[1] else 0.45)
+    panels[2].scatter(p50, names, s=30, facecolors="none", edgecolors=colors, zorder=3)
+    for name, value in zip(names, p50, strict=True):
+        panels[2].annotate(short(value), (value, name), (-6, 0), ha="right", **style)
+    for name, (least, most) in (spread or {}).items():
+        panels[0].plot([least, most], [name, name], color=BAR, linewidth=2, solid_capstyle="butt")
+    panels[0].invert_yaxis()
+    grey = "\ngrey: may change tokens" if OTHER_BAR in colors else ""
+    figure.suptitle(title + grey, color=INK, fontsize=10)
+    told = "; ".join(
+        f"{name}: {short(rate)} tokens/s, first token after {short(ttft)} ms, gaps of {short(half)} ms (median) "
+        f"and {short(gap)} ms (p99)"
+        for name, rate, ttft, half, gap in zip(names, rates, first, p50, p99, strict=True)
+    )
+    return Picture(figure, f"{title}: {told}")

@@ -8,6 +8,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat.sign import NotebookNotary
 
 from teachllm_lessons import index
 from teachllm_lessons.exercise import VERDICT_TYPE
@@ -107,10 +108,36 @@ def test_a_wrong_number_and_a_file_that_is_not_there_are_named(
     assert result.exit_code == 1 and "clone it" in " ".join(result.stderr.split())
 
 
-def test_open_starts_jupyter_with_the_notebook(teachllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr("subprocess.call", lambda command, cwd: started.append(command) or 0)
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """Return what is started in Jupyter's place; signatures go to a folder of the test's."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr("subprocess.call", lambda command, cwd: commands.append(command) or 0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(index.Lesson, "notebook", index.ROOT / "README.md")
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path))
+    return commands
+
+
+def test_open_starts_jupyter_where_the_links_of_notebooks_lead_somewhere(
+    teachllm: Any, started: list[list[str]]
+) -> None:
+    for arguments in (["05"], [], ["--port", "8889"], ["5", "--port", "8889"]):
+        assert teachllm("lesson", "open", *arguments).exit_code == 0
+    jupyter = ["-m", "jupyterlab", f"--ServerApp.root_dir={index.ROOT}"]
+    page = "--LabApp.default_url=/lab/tree/lessons"
+    assert [command[1:] for command in started] == [
+        [*jupyter, f"{page}/05_prefix_caching.ipynb"],
+        [*jupyter, page],
+        [*jupyter, page, "--port", "8889"],
+        [*jupyter, f"{page}/05_prefix_caching.ipynb", "--port", "8889"],
+    ]
+
+
+def test_open_signs_the_notebooks_so_that_jupyter_shows_their_pictures(
+    teachllm: Any, started: list[list[str]], tmp_path: Path
+) -> None:
+    path = index.find("05").notebook
+    notary = NotebookNotary(data_dir=str(tmp_path))
+    assert not notary.check_signature(nbformat.read(path, as_version=4))
     assert teachllm("lesson", "open", "05").exit_code == 0
-    assert started[0][1:3] == ["-m", "jupyterlab"]
+    assert notary.check_signature(nbformat.read(path, as_version=4))

@@ -10,10 +10,10 @@ from teachllm_lessons.helpers.lesson_01 import (
     ATTEND,
     MODELS,
     AttentionRecorder,
-    StaleQuery,
     attention_picture,
     how_likely_was_the_prompt,
     kv_bytes,
+    uses,
     work_picture,
 )
 from teachllm_lessons.watch import Watch
@@ -118,17 +118,18 @@ def test_k_and_v_of_a_token_never_change_and_the_naive_engine_computes_them_agai
             torch.testing.assert_close(new[: len(old)], old)
         weights = before.weights(3)
         torch.testing.assert_close(weights @ before.v[:, 1], before.out[:, 3])
-    assert "user" in attention_picture(["user", " a"], {"head": weights[:2, :2]}).says
+    says = attention_picture(["user", " a"], {"head": weights[:2, :2]}).says
+    assert "over the tokens user ·a. head: the last token takes" in says
 
 
-def test_with_an_old_query_the_first_token_comes_twice() -> None:
-    with Watch(
-        num_gpu_blocks_override=8, max_model_len=64, overrides=EngineOverrides(attention=StaleQuery(6))
-    ) as watch:
-        watch.add("A", "What is a KV cache?", 8)
+def test_a_query_is_used_once_and_a_key_in_every_step_from_its_own_on() -> None:
+    recorder = AttentionRecorder()
+    with Watch(num_gpu_blocks_override=8, max_model_len=64, overrides=EngineOverrides(attention=recorder)) as watch:
+        watch.add("A", "What is a KV cache?", 4)
         watch.run()
-        first, second, *_ = watch.tokens("A")
-    assert first == second
+    found = uses(recorder.seen[::6])
+    assert [each.of_q for each in found] == [1] * 17
+    assert [each.of_kv for each in found] == [*[4] * 14, 3, 2, 1]
 
 
 def test_bytes_are_those_of_the_paper() -> None:

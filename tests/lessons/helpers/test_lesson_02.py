@@ -8,7 +8,15 @@ from itertools import islice
 import pytest
 
 from teachllm.core.block_pool import Block, BlockPool
-from teachllm_lessons.helpers.lesson_02 import MYPOOL, add_a_dozen, memory_map, reserved, short_and_long, usage_of
+from teachllm_lessons.helpers.lesson_02 import (
+    MYPOOL,
+    add_a_dozen,
+    memory_map,
+    reserved,
+    short_and_long,
+    two_holes,
+    usage_of,
+)
 from teachllm_lessons.watch import Watch
 from tests.lessons.wrong_answers import keeps_contract, rejected
 from tests.thorough import only_thorough
@@ -123,6 +131,13 @@ def test_waste_is_what_one_counts_by_hand() -> None:
     assert reserved([100, 500, 1000], 2048) == 6144
     says = memory_map([100, 500, 1000], 2048, 16).says
     assert says == "slots of 2048: 1,600 of 6,144 used, 74.0% wasted; blocks of 16: 1,600 of 1,632 used, 2.0% wasted"
+
+
+@only_thorough
+def test_b_leaves_a_hole_between_a_and_c() -> None:
+    with two_holes() as watch:
+        used = [bool(block.users) for block in watch.state.blocks]
+    assert used == [*[True] * 6, *[False] * 6, *[True] * 6, *[False] * 6]
 
 
 @only_thorough

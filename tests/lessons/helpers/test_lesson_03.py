@@ -11,17 +11,21 @@ from teachllm.core.policy import FirstComeFirstServed, Key
 from teachllm.core.request import Request
 from teachllm_lessons.helpers.lesson_03 import (
     BATCHING,
+    BYTES_OF_A_BATCH,
     ShortestFirst,
+    bytes_of_a_step,
+    ceilings,
     crowd,
     decode_seconds,
-    measured_steps,
-    places,
+    live_steps,
+    measured_points,
     seats,
     serve,
     simulated_step,
     two_ways,
     waits,
 )
+from teachllm_lessons.helpers.pictures.lesson_03 import places, roofline
 from tests.lessons.wrong_answers import keeps_contract, rejected
 from tests.thorough import only_thorough
 
@@ -119,9 +123,29 @@ def test_places_are_taken_by_one_at_a_time_and_handed_on() -> None:
 def test_a_batch_costs_little_until_the_knee_and_agrees_with_what_was_measured() -> None:
     assert simulated_step(64) < 1.1 * simulated_step(1)
     assert simulated_step(512) > 1.8 * simulated_step(256)
-    measured, where = measured_steps()
+    measured, where = measured_points()
     assert "NVIDIA H200" in where
-    assert simulated_step(64, 1024) == pytest.approx(measured[64], rel=0.1)
+    assert simulated_step(64, 1088) == pytest.approx(measured["64 x 1,088"].seconds, rel=0.1)
+    assert simulated_step(1, 256) == pytest.approx(measured["1 x 256"].seconds, rel=0.1)
+
+
+def test_a_batch_reads_the_bytes_that_the_prediction_says_and_takes_nearly_as_many_times_as_long() -> None:
+    points, _ = measured_points()
+    alone, long, many = (points[name] for name in ("1 x 256", "8 x 16,448", "64 x 1,088"))
+    ratio = bytes_of_a_step(long.step) / bytes_of_a_step(alone.step)
+    assert ratio == pytest.approx(BYTES_OF_A_BATCH.answer, rel=0.001)
+    assert long.seconds / alone.seconds == pytest.approx(2.1, abs=0.01)
+    floors = [bytes_of_a_step(point.step) / ceilings().read_bandwidth for point in (alone, long, many)]
+    beyond = [point.seconds / floor - 1 for point, floor in zip((alone, long, many), floors, strict=True)]
+    assert [round(1 / each) for each in beyond] == [7, 17, 7]  # a seventh, a seventeenth, a seventh
+    in_all_layers = 36 * 2 * 8 * 128 * 2
+    assert bytes_of_a_step(long.step) - bytes_of_a_step(alone.step) == (8 * 16_448 - 256) * in_all_layers
+    for point in points.values():
+        assert point.seconds > bytes_of_a_step(point.step) / ceilings().read_bandwidth
+    assert (
+        "measured 64 x 1,088 at 40 FLOPs per byte reaches 156 TFLOP/s, 88% of the roof"
+        in roofline(measured=points).says
+    )
 
 
 @only_thorough
@@ -135,3 +159,8 @@ def test_a_step_is_timed_from_the_one_before_it_and_only_among_decodes() -> None
     kinds = ((1.0, ["prefill"]), (2.0, ["decode"]), (2.5, ["decode"]), (4.0, ["decode", "decode"]))
     lines = [{"event": "step", "end": end, "scheduled": [{"phase": phase} for phase in each]} for end, each in kinds]
     assert decode_seconds(lines) == {1: 0.5, 2: 1.5}
+
+
+@only_thorough
+def test_a_live_run_has_steps_of_every_power_of_two() -> None:
+    assert list(live_steps(doublings=2, apart=4, num_runs=1)) == [1, 2, 4]

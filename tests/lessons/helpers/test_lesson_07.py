@@ -9,7 +9,16 @@ import torch
 
 from teachllm.spec_decode.chi_square import chi_square_test
 from teachllm_lessons.helpers import lesson_07
-from teachllm_lessons.helpers.lesson_07 import COUNT_NUCLEUS, QUESTION, Looked, another_word
+from teachllm_lessons.helpers.lesson_07 import (
+    COUNT_NUCLEUS,
+    KEPT,
+    QUESTION,
+    Looked,
+    another_word,
+    num_left,
+    peak_and_tail,
+)
+from teachllm_lessons.helpers.pictures import lesson_07 as pictures
 from tests.lessons.wrong_answers import keeps_contract, rejected
 from tests.thorough import only_thorough
 
@@ -76,7 +85,16 @@ def test_what_is_drawn_is_what_the_engine_draws() -> None:
     for index in range(3):
         look.watch.step()
         chosen = look.word(look.watch.tokens("A")[-1])
-        assert repr(chosen) in repr(lesson_07.draw(look.logits, look.word, output_index=index, **asked))
+        assert repr(chosen) in repr(pictures.draw(look.logits, look.word, output_index=index, **asked))
+
+
+def test_tokens_that_are_cut_are_grey_and_have_no_share() -> None:
+    logits = torch.tensor([5.0, 4.0, *[-3.0 - number / 10 for number in range(30)]])
+    drawn = pictures.draw(logits, lambda token_id: f"w{token_id}", seed=1, output_index=0, top_k=2)
+    shares, scores = drawn.figure.axes[2].texts, drawn.figure.axes[3].texts
+    assert [text.get_text() for text in shares[2:]] == ["0%"] * 6
+    assert [text.get_text() for text in scores[2:]] == ["cut"] * 6
+    assert {text.get_color() for text in (*shares[2:], *scores[2:])}.isdisjoint({shares[0].get_color()})
 
 
 def test_draws_are_counted_beside_what_is_to_be_expected() -> None:
@@ -84,3 +102,12 @@ def test_draws_are_counted_beside_what_is_to_be_expected() -> None:
     counts, exact = lesson_07.many_draws(logits, 2000, temperature=1.5, top_p=0.9)
     assert sum(counts) == 2000 and sum(exact) == pytest.approx(2000)
     assert counts[4] == exact[4] == 0 and chi_square_test(counts, exact)[2] > 0.001
+
+
+def test_the_toy_keeps_one_token_at_temperature_1_and_what_the_lesson_expects_at_2() -> None:
+    logits = peak_and_tail()
+    assert num_left(logits, temperature=1.0, top_p=0.9) == 1
+    found = num_left(logits, temperature=2.0, top_p=0.9)
+    assert KEPT.compare(3667, found, cool=3, hot=498).verdict == "right"
+    for wrong, words in ((1, "less than 5%"), (1687, "square root"), (3686, "0.9 of all tokens")):
+        assert words in KEPT.compare(wrong, found, cool=3, hot=498).text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ import torch
 from teachllm.engine.overrides import EngineOverrides
 from teachllm_kernels._triton import tl, triton
 from teachllm_kernels.attention import decode_plan
-from teachllm_lessons.helpers.lesson_08 import UPDATE, draw_tiles, long_answer, rising_scores
+from teachllm_lessons.helpers.lesson_08 import (
+    RESCALINGS,
+    UPDATE,
+    draw_roofline,
+    draw_tiles,
+    long_answer,
+    rescalings_of_all_orders,
+    rising_scores,
+)
 from teachllm_lessons.helpers.lesson_08_kernels import Probe
 from teachllm_lessons.watch import Watch
 from tests.lessons.wrong_answers import keeps_contract, rejected
@@ -66,7 +75,7 @@ def of_nothing(scores, v, largest, total, acc):
 
 
 def test_the_engines_own_is_right() -> None:
-    keeps_contract(UPDATE, "tiles of 64 keys went through a Triton kernel")
+    keeps_contract(UPDATE, "tiles of 64 keys went through the kernel")
 
 
 @pytest.mark.parametrize(
@@ -122,3 +131,21 @@ def test_the_probe_keeps_what_a_decode_saw_and_counts_bytes() -> None:
     rises, behind = probe.rises(16)
     assert 0 < rises <= behind == layers * heads * 2
     assert "tile 2: largest" in draw_tiles(seen.scores[0], 16, seen.blocks).says
+    assert sum(probe.peaks(16).values()) == layers * heads
+    assert 0 < probe.weight_of_first() < 1
+
+
+def test_random_orders_rescale_as_often_as_the_sum_says() -> None:
+    for num_tiles in (2, 3, 6):
+        expected = sum(1 / tile for tile in range(2, num_tiles + 1))
+        assert rescalings_of_all_orders(num_tiles) == pytest.approx(expected)
+    assert RESCALINGS.compare(1.45, rescalings_of_all_orders(6)).verdict == "right"
+    assert "the first tile" in RESCALINGS.compare(2.45, rescalings_of_all_orders(6)).text
+
+
+def test_labels_of_a_roofline_do_not_lie_on_each_other() -> None:
+    points = [("a", 4.0, 17.1e12), ("b", 4.0, 16.9e12), ("c", 4.0, 7e12)]
+    picture = draw_roofline({"read_bandwidth": 4.45e12, "flops": 7e14}, "flops", points, "a card")
+    heights = sorted(text.get_position()[1] for text in picture.figure.axes[0].texts if text.get_text() in "abc")
+    assert all(high / low > 1.3 for low, high in pairwise(heights))
+    assert "a: 17.1 TFLOP/s, 96% of its roof" in picture.says

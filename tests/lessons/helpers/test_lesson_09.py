@@ -10,13 +10,15 @@ import torch
 from teachllm.engine.engine_core import EngineCore
 from teachllm_lessons.guard import Seconds
 from teachllm_lessons.helpers.lesson_09 import (
+    IN_VAIN,
     ONE_BY_ONE,
     TURN,
     counting,
-    draw_launches,
     ends_and_begins,
+    in_vain,
     pretend,
 )
+from teachllm_lessons.helpers.pictures.lesson_09 import draw_launches
 from tests.lessons.wrong_answers import keeps_contract, rejected
 from tests.thorough import only_thorough
 from tests.waiting import HANG_SECONDS
@@ -126,3 +128,10 @@ def test_operators_that_compute_are_counted() -> None:
 
 def test_the_engines_loop_is_the_pieces_default() -> None:
     assert TURN.reference is EngineCore.turn
+
+
+def test_only_an_end_that_depends_on_an_id_costs_a_token() -> None:
+    by_a_stop = in_vain(max_tokens=12, stop_token_ids=[281])
+    assert by_a_stop == 1
+    assert IN_VAIN.compare(0, in_vain(max_tokens=5), by_a_stop=by_a_stop).verdict == "right"
+    assert "stop token" in IN_VAIN.compare(1, 0, by_a_stop=by_a_stop).text

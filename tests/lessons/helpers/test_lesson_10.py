@@ -13,11 +13,14 @@ from teachllm_lessons.helpers.lesson_10 import (
     JUDGE,
     PROPOSE,
     QUESTION,
+    TOKENS_PER_STEP,
     Noted,
     greedy_and_random,
     speculating,
     tokens_a_step,
+    told_lengths,
 )
+from teachllm_lessons.helpers.pictures.lesson_10 import where_it_comes_from
 from teachllm_lessons.results import committed
 from tests.lessons.wrong_answers import keeps_contract, rejected
 
@@ -129,3 +132,24 @@ def test_the_picture_of_a_verification_says_what_the_step_gave() -> None:
 def test_committed_results_are_there() -> None:
     assert committed("-speculation-", "many")[1]["many"]["ngram_0.8_against_plain"] < 1
     assert committed("-drafters-", "test")[1]["test"]
+
+
+def test_a_step_with_coins_gives_as_many_tokens_as_the_sum_says() -> None:
+    assert pytest.approx(sum(0.8**k for k in range(5)), abs=0.005) == TOKENS_PER_STEP.answer
+    assert TOKENS_PER_STEP.compare(3.36, 3.4, num_steps=500).verdict == "right"
+    assert "after a rejected one" in TOKENS_PER_STEP.compare(4.2, 3.4, num_steps=500).text
+
+
+def test_no_label_of_the_picture_of_the_rule_lies_on_a_bar() -> None:
+    picture = where_it_comes_from(p=[0.5, 0.25, 0.15, 0.1], q=[0.1, 0.2, 0.2, 0.5])
+    ax = picture.figure.axes[0]
+    picture.figure.canvas.draw()
+    bars = [patch.get_window_extent() for patch in ax.patches if patch.get_height() > 0]
+    for text in ax.texts:
+        assert not any(text.get_window_extent().overlaps(bar) for bar in bars), text.get_text()
+
+
+def test_what_the_bars_of_64_requests_were_drafted_with() -> None:
+    _, found = committed("-speculation-", "many")
+    assert "2: 84.2%" in told_lengths(found["many"]["ngram_0.8_lengths"])
+    assert told_lengths(found["many"]["draft_model_0.8_lengths"]) == "0: 99.9%, 1: 0.1%"

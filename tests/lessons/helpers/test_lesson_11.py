@@ -5,8 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from teachllm_lessons.helpers.lesson_11 import QUANTIZE, Parts, documented, on_a_gpu, own, rounded, three_packings
+from teachllm.models.checkpoint import find_folder
+from teachllm_lessons.helpers.lesson_11 import (
+    PERCENT_LEFT,
+    QUANTIZE,
+    Parts,
+    documented,
+    nearest_4_bits,
+    on_a_gpu,
+    own,
+    rounded,
+    rounded_smollm2,
+    size_on_disk,
+    three_packings,
+    told_bytes,
+)
 from teachllm_lessons.helpers.lesson_11_losses import loss
+from teachllm_lessons.helpers.pictures.lesson_11 import bits_per_weight, draw_trade
 from tests.lessons.wrong_answers import keeps_contract, rejected
 from tests.thorough import only_thorough
 
@@ -112,3 +127,36 @@ def test_what_was_measured_once_is_found() -> None:
     ways, source = on_a_gpu()
     assert ways.keys() >= {"bf16", "fp8", "int8", "int4", "fp8-kv"}
     assert "NVIDIA" in source
+
+
+def test_what_is_left_of_the_model_is_what_the_lesson_expects() -> None:
+    before, after = find_folder("teachlm"), nearest_4_bits()
+    left = 100 * size_on_disk(after) / size_on_disk(before)
+    told = {"before": told_bytes(before), "after": told_bytes(after)}
+    by_hand = 100 * (11.8 * 4.125 / 16 + 2.1) / 13.9
+    assert PERCENT_LEFT.compare(by_hand, left, **told).verdict == "right"
+    assert "without the scales" in PERCENT_LEFT.compare(25, left, **told).text
+    assert "embedding 2.10 MB" in PERCENT_LEFT.compare(by_hand, left, **told).text
+
+
+@only_thorough
+def test_how_much_more_a_real_model_loses_for_the_same_bits() -> None:
+    rows, _ = rounded_smollm2()
+    nats = {row["bits"]: row["nats"] for row in rows["rounded"] if row["group_size"] == 64}
+    ours = {bits: loss(rounded(bits, 64)).divergence for bits in (4, 3, 2)}
+    assert [round(nats[bits] / ours[bits]) for bits in (4, 3, 2)] == [82, 62, 7]
+    assert loss(rounded(2, 16)).divergence / ours[4] == pytest.approx(34, abs=1)
+
+
+def test_a_real_model_loses_more_and_less_in_smaller_groups() -> None:
+    found, source = rounded_smollm2()
+    nats = {(row["bits"], row["group_size"]): row["nats"] for row in found["rounded"]}
+    for bits in (4, 3, 2):
+        assert nats[bits, 64] < nats[bits, 192] < nats[bits, 0]
+    assert found["commit"][:9] in source
+
+
+def test_the_picture_of_bits_and_loss_has_all_its_numbers() -> None:
+    assert bits_per_weight(2, 16) == 3.125
+    picture = draw_trade({"a model": {(4, 64): (0.5, 0.1), (4, 16): (0.25, 0.1)}})
+    assert "a model, 4 bits: 0.5 in groups of 64, 0.25 in groups of 16" in picture.says

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from teachllm.distributed.layout import Layout
+from teachllm.distributed.step_bytes import step_bytes
 from teachllm.engine.replicas.data_parallel import least_loaded
 from teachllm_lessons.helpers.lesson_12 import (
+    BYTES_SENT,
     CHOOSE_REPLICA,
     RoundRobin,
     on_gpus,
@@ -16,7 +19,7 @@ from teachllm_lessons.helpers.lesson_12 import (
     shared_experts,
     weight_bytes,
 )
-from teachllm_lessons.helpers.lesson_12_pictures import draw_gains
+from teachllm_lessons.helpers.pictures.lesson_12 import draw_gains, draw_ranks
 from tests.lessons.wrong_answers import keeps_contract, rejected
 from tests.thorough import only_thorough
 
@@ -94,9 +97,29 @@ def test_what_two_gpus_gain_is_found() -> None:
     assert "tensor parallel 2, one request, a token: 1." in draw_gains(ways).says
 
 
+@pytest.mark.parametrize(("operation", "words"), [("all_reduce", "within the step"), ("recv", "waits for one")])
+def test_the_picture_of_ranks_says_what_its_parts_mean(operation: str, words: str) -> None:
+    spans = [[operation, 0.002, 0.002]]
+    told = {"stage": 0, "begin": 0.0, "end": 0.01, "exchanges": spans, "sent": {operation: (1, 64)}}
+    (legend,) = draw_ranks([{"event": "step", "step": 3, "ranks": [told]}]).figure.legends
+    named = [text.get_text() for text in legend.get_texts()]
+    assert len(named) == 3 and words in named[1] and named[2] == "nothing to compute"
+
+
 @only_thorough
 def test_two_replicas_that_share_experts_exchange_four_times_a_layer() -> None:
     load, sent = shared_experts()
     assert sent == "24 x all_to_all"
     assert [len(layer) for layer in load] == [8] * 6
     assert len({sum(layer) for layer in load}) == 1  # each layer's router picks as many for each token
+
+
+def test_bytes_by_hand_are_those_of_the_models_shape() -> None:
+    counts = step_bytes(Layout(tensor=2).coords(0), 6, 256, 4, num_tokens=4, num_sampled=4)
+    found = sum(num_bytes for _, num_bytes in counts.values())
+    stage = step_bytes(Layout(pipeline=2).coords(0), 3, 256, 4, num_tokens=4, num_sampled=4)["send"][1]
+    assert BYTES_SENT.compare(13 * 4 * 256 * 4 + 4 * 16, found, stage=stage).verdict == "right"
+    assert "best logits" in BYTES_SENT.compare(53_248, found, stage=stage).text
+    for wrong in (57_344, 57_408):
+        assert "no sum" in BYTES_SENT.compare(wrong, found, stage=stage).text
+    assert found // stage == 13

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from teachllm_lessons.helpers.lesson_11 import QUESTION, own, weights
-from teachllm_lessons.palette import BAD, BAR, INK, LINE, OTHER_BAR, color
-from teachllm_lessons.picture import Picture, axes, short
+from teachllm_lessons.palette import BAD, BAR, INK, LINE, OTHER_BAR, PAPER, series_color
+from teachllm_lessons.picture import Picture, axes, log_axis, short
 from teachllm_lessons.watch import Watch
 
 
@@ -31,7 +32,7 @@ def draw_grids(name: str, output: int, first: int, count: int, bits: int) -> Pic
         levels = [(value - zero) * step for value in range(1 << bits)]
         ax.plot([levels[0], levels[-1]], [-place, -place], color=LINE, linewidth=1)
         ax.plot(levels, [-place] * len(levels), "|", color=BAD, markersize=17, markeredgewidth=1.4)
-        ax.plot(part[0].tolist(), [-place] * count, "o", color=color(4), markersize=4, alpha=0.6)
+        ax.plot(part[0].tolist(), [-place] * count, "o", color=BAR, markersize=4)
         used = len({round(min(max(float(x) / step + zero, 0), len(levels) - 1)) for x in part[0]})
         said.append(f"one scale for {what}: a step of {step:.4f}, and these weights use {used} of {1 << bits} values")
         text = f"a step is {step:.3f}: {used} of {1 << bits} values"
@@ -43,6 +44,45 @@ def draw_grids(name: str, output: int, first: int, count: int, bits: int) -> Pic
     ax.set_xlabel("value of a weight")
     ax.set_title(f"dots: {count} weights; lines: what {bits} bits can stand for", fontsize=9, color=INK, loc="left")
     return Picture(figure, "; ".join(said))
+
+
+def bits_per_weight(bits: int, group_size: int) -> float:
+    """Return the bits of a value with its part of the group's scale, of 16 bits, and of its zero."""
+    return bits + (16 + bits) / group_size
+
+
+def draw_trade(panels: Mapping[str, Mapping[tuple[int, int], tuple[float, float]]]) -> Picture:
+    """Draw what rounding costs over the bits that it takes.
+
+    Args:
+        panels: by model: {(bits, group size): (nats per token, standard error)}.
+    """
+    figure, both = axes(9, 3.4, ncols=len(panels), sharex=True, sharey=True, squeeze=False)
+    told = []
+    box = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.5}  # beyond an error bar, and off the lines
+    label: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": INK, "bbox": box}
+    for ax, (model, found) in zip(both[0], panels.items(), strict=True):
+        for index, bits in enumerate(sorted({bits for bits, _ in found}, reverse=True)):
+            sizes = [size for each, size in found if each == bits]
+            xs = [bits_per_weight(bits, size) for size in sizes]
+            ys, errors = zip(*(found[bits, size] for size in sizes), strict=True)
+            named = f"{bits} bits"
+            ax.errorbar(
+                xs, ys, errors, marker="os^"[index % 3], markersize=4, capsize=2, color=series_color(index), label=named
+            )
+            for x, y, error, size in zip(xs, ys, errors, sizes, strict=True):
+                end, offset = (max(y - error, y / 20), (0, -4)) if index == 0 else (y + error, (0, 4))
+                ax.annotate(str(size), (x, end), offset, va="top" if index == 0 else "bottom", **label)
+            losses = ", ".join(f"{short(y)} in groups of {size}" for y, size in zip(ys, sizes, strict=True))
+            told.append(f"{model}, {named}: {losses}")
+        log_axis(ax, "y")
+        ax.set_xlabel("bits per weight, scales and zeros included")
+        ax.set_title(f"{model} (numbers: the group's size)", fontsize=9, color=INK, loc="left")
+        ax.grid(color=LINE, linewidth=0.5)
+        ax.margins(x=0.12)
+        ax.legend(frameon=False, labelcolor=INK, fontsize=8)
+    both[0][0].set_ylabel("KL divergence, nats per token")
+    return Picture(figure, f"KL divergence, nats per token. {'; '.join(told)}")
 
 
 def draw_speeds(ways: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Picture:
@@ -116,11 +156,17 @@ class Together:
         figure, ax = axes(9, 2.6)
         for index, (name, said) in enumerate(self.said()):
             ax.plot(
-                [100 * probability for _, probability in said], marker="o", markersize=4, label=name, color=color(index)
+                [100 * probability for _, probability in said],
+                marker="o",
+                markersize=4,
+                label=name,
+                color=series_color(index),
             )
         ax.set_xlabel("output token")
         ax.set_ylabel("its probability, %")
         ax.set_ylim(0, 105)
         ax.grid(color=LINE, linewidth=0.5)
         ax.legend(frameon=False, labelcolor=INK, fontsize=9)
-        return Picture(figure, "; ".join(f"{name}: least {min(p for _, p in said):.0%}" for name, said in self.said()))
+        least = {name: min((p, at) for at, (_, p) in enumerate(said)) for name, said in self.said()}
+        told = (f"{name}: at least {p:.0%}, at token {at}" for name, (p, at) in least.items())
+        return Picture(figure, f"probability of each token that the model said; {'; '.join(told)}")

@@ -9,18 +9,16 @@ import torch
 
 from teachllm.trace.ranks import BETWEEN_STAGES, rank_figures, spans_of
 from teachllm.trace.replay import Line
-from teachllm_lessons.palette import BAD, INK, LINE, PALE, color, ink_on
-from teachllm_lessons.picture import Picture, axes
+from teachllm_lessons.palette import BAD, INK, LINE, PALE, color, ink_on, series_color
+from teachllm_lessons.picture import Picture, axes, rectangle
 
 
 def draw_split() -> Picture:
     """An MLP over two ranks: the first matrix by columns, the second by rows."""
-    from matplotlib.patches import Rectangle
-
     figure, ax = axes(9.5, 3.4)
 
-    def box(x: float, y: float, width: float, height: float, text: str, filled: Any, edge: str = "none") -> None:
-        ax.add_patch(Rectangle((x, y), width, height, facecolor=filled, edgecolor=edge, linewidth=1))
+    def box(x: float, y: float, width: float, height: float, text: str, filled: Any, edge: str = LINE) -> None:
+        rectangle(ax, x, y, width, height, filled, edge=edge, linewidth=1)
         ink = ink_on(filled) if isinstance(filled, tuple) and len(filled) == 3 else INK
         ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9, color=ink)
 
@@ -31,7 +29,7 @@ def draw_split() -> Picture:
     for rank, y in ((0, 2.1), (1, 0.3)):
         filled, first = color(rank), 384 * rank
         box(2.0, y, 1.5, 1.0, f"gate, up: columns\n{first} to {first + 383}", filled)
-        box(4.1, y, 1.5, 1.0, "silu(gate) * up\n[tokens, 384]", (*filled, 0.35))
+        box(4.1, y, 1.5, 1.0, "silu(gate) * up\n[tokens, 384]", (*filled, 0.3))
         box(6.2, y, 1.5, 1.0, f"down: rows\n{first} to {first + 383}", filled)
         ax.text(4.85, y + 1.12, f"rank {rank}", ha="center", fontsize=9, color=INK)
         arrow((1.15, 1.7), (1.95, y + 0.5))
@@ -42,32 +40,29 @@ def draw_split() -> Picture:
     ax.set_xlim(-0.1, 10)
     ax.set_ylim(0.1, 3.5)
     ax.axis("off")
-    return Picture(figure, "each rank has half of the columns of gate and up and the same half of down's rows: one sum")
+    says = "rank 0 has columns 0 to 383 of gate and up and the same rows of down, rank 1 has 384 to 767"
+    return Picture(figure, f"{says}; nothing is exchanged up to one all-reduce at the end, which gives both the sum")
 
 
 def draw_ranks(steps: Sequence[Line]) -> Picture:
     """Draw what each rank did: computing in the colour of its step, exchanges pale, the rest of the time hatched."""
-    from matplotlib.patches import Rectangle
-
     begin = min(told["begin"] for step in steps for told in step["ranks"])
     end = max(told["end"] for step in steps for told in step["ranks"])
     num_ranks = len(steps[0]["ranks"])
-    figure, ax = axes(9.5, 0.9 + 0.5 * num_ranks)
+    figure, ax = axes(9.5, 1.1 + 0.5 * num_ranks)
+    kinds = set[bool]()  # of exchanges: whether they are between stages
     for rank in range(num_ranks):
-        place = (0, 0.1 - rank)
-        ax.add_patch(Rectangle(place, 1000 * (end - begin), 0.8, facecolor="none", edgecolor=LINE, hatch="////"))
+        rectangle(ax, 0, 0.1 - rank, 1000 * (end - begin), 0.8, "none", hatch="////")
     for step in steps:
         filled = color(step["step"])
         for rank, told in enumerate(step["ranks"]):
             at, width = 1000 * (told["begin"] - begin), 1000 * (told["end"] - told["begin"])
-            ax.add_patch(Rectangle((at, 0.1 - rank), width, 0.8, facecolor=filled, edgecolor="none"))
+            rectangle(ax, at, 0.1 - rank, width, 0.8, filled)
             for operation, since, until in spans_of(told):
                 left, wide = 1000 * (since - begin), 1000 * (until - since)
                 waits = operation in BETWEEN_STAGES
-                ax.add_patch(Rectangle((left, 0.1 - rank), wide, 0.8, facecolor="#9aa1aa" if waits else "#c9ced6"))
-                if waits:
-                    look: Any = {"facecolor": "none", "edgecolor": "white", "hatch": "////", "linewidth": 0}
-                    ax.add_patch(Rectangle((left, 0.1 - rank), wide, 0.8, **look))
+                kinds.add(waits)
+                rectangle(ax, left, 0.1 - rank, wide, 0.8, PALE, hatch="////" if waits else None)
             if rank == 0:
                 ax.text(at, 0.93, f"step {step['step']}", va="bottom", fontsize=7, color=INK)
     ax.set_xlim(0, 1000 * (end - begin))
@@ -78,10 +73,22 @@ def draw_ranks(steps: Sequence[Line]) -> Picture:
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
     ax.set_xlabel("ms")
-    title = "colours: computes a step; light grey: in an exchange; hatched: nothing to compute"
-    ax.set_title(title, fontsize=9, color=INK, loc="left")
+    _name_parts(figure, color(steps[0]["step"]), kinds)
     shares = [f"{name}: {each.computes:.0%} computes" for name, each in zip(named, rank_figures(steps), strict=True)]
-    return Picture(figure, f"{len(steps)} steps; {', '.join(shares)}")
+    return Picture(figure, f"what each rank did in {len(steps)} steps: {', '.join(shares)} of the time")
+
+
+def _name_parts(figure: Any, computes: Any, kinds: set[bool]) -> None:
+    """Write above a picture of ranks what its parts mean."""
+    from matplotlib.patches import Patch
+
+    look: dict[str, Any] = {"edgecolor": LINE, "linewidth": 0.6}
+    exchange = Patch(facecolor=PALE, label="exchanges within the step", **look)
+    waits = Patch(facecolor=PALE, hatch="////", label="sends to a stage or waits for one", **look)
+    idle = Patch(facecolor="none", hatch="////", label="nothing to compute", **look)
+    handles = [Patch(facecolor=computes, label="computes (each step in its color)", **look)]
+    handles += [each for is_between, each in ((False, exchange), (True, waits)) if is_between in kinds] + [idle]
+    figure.legend(handles=handles, frameon=False, labelcolor=INK, fontsize=8, ncols=4, loc="outside upper left")
 
 
 def draw_experts(load: Sequence[Sequence[int]], num_ranks: int = 2) -> Picture:
@@ -89,16 +96,12 @@ def draw_experts(load: Sequence[Sequence[int]], num_ranks: int = 2) -> Picture:
     figure, ax = axes(9, 0.9 + 0.36 * len(load))
     values = torch.tensor(load).float()
     largest, count = float(values.max()), values.shape[1]
-    from matplotlib.patches import Rectangle
-
     for layer, row in enumerate(load):
         for expert, tokens in enumerate(row):
             rank = expert * num_ranks // count
-            share = 0.12 + 0.88 * tokens / largest
-            box = Rectangle((expert + 0.04, 0.06 - layer), 0.92, 0.88, facecolor=(*color(rank), share))
-            ax.add_patch(box)
-            ink = ink_on(color(rank)) if share > 0.6 else INK
-            ax.text(expert + 0.5, 0.5 - layer, str(tokens), ha="center", va="center", fontsize=8, color=ink)
+            share = 0.1 + 0.4 * tokens / largest
+            rectangle(ax, expert + 0.04, 0.06 - layer, 0.92, 0.88, (*color(rank), share))
+            ax.text(expert + 0.5, 0.5 - layer, str(tokens), ha="center", va="center", fontsize=8, color=INK)
     ax.axvline(count / num_ranks, color=INK, linewidth=1.5)
     ax.set_xlim(0, count)
     ax.set_ylim(1 - len(load) - 0.05, 1.05)
@@ -134,7 +137,7 @@ def draw_gains(ways: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Picture
                 continue
             gain = (ways[way][workload][figure_name] / ways["one"][workload][figure_name]) ** direction
             at = place + 0.27 * (index - 1)
-            ax.bar(at, gain, 0.25, color=color(index), label=name if place == 1 else None)
+            ax.bar(at, gain, 0.25, color=series_color(index), label=name if place == 1 else None)
             ax.text(at, gain + 0.03, f"{gain:.2f}", ha="center", fontsize=8, color=INK)
             told.append(f"{name}, {list(_WORK)[place]}: {gain:.2f}")
     ax.axhline(1, color=INK, linewidth=0.8)

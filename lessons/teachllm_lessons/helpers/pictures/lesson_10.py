@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from teachllm_lessons.palette import BAD, GOOD, HIT, INK, LINE, PALE, ink_on
-from teachllm_lessons.picture import Picture, axes
+from teachllm_lessons.palette import BAD, GOOD, HIT, INK, LINE, PALE, PAPER
+from teachllm_lessons.picture import Picture, axes, rectangle
 
 _USELESS = "of no use"
 
@@ -14,7 +14,7 @@ _USELESS = "of no use"
 def draw_verification(newest: list[str], drafts: list[str], tokens: list[str], num_held: int) -> Picture:
     """The four rows of a step that verifies drafts."""
     width = 1 + len(drafts)
-    figure, ax = axes(2.0 + 1.35 * (width + 1), 2.3)
+    figure, ax = axes(1.6 + 1.2 * (width + 1), 2.3)
     rows = ("newest token", "drafts", "the model's own", "gained")
     for row, label in enumerate(rows):
         ax.text(-0.1, 0.5 - row, label, ha="right", va="center", fontsize=9, color=INK)
@@ -38,15 +38,12 @@ def draw_verification(newest: list[str], drafts: list[str], tokens: list[str], n
 
 
 def _cell(ax: Any, x: float, row: int, word: str, filled: str, *, faint: bool = False) -> None:
-    from matplotlib.colors import to_rgb
-    from matplotlib.patches import Rectangle
-
     is_plain = filled in ("none", PALE)
     face = filled if is_plain or not faint else "none"
     edge = LINE if is_plain else filled
     style = "--" if faint else "-"
-    ax.add_patch(Rectangle((x + 0.04, 0.1 - row), 0.92, 0.8, facecolor=face, edgecolor=edge, linestyle=style))
-    ink = INK if is_plain or faint else ink_on(to_rgb(filled))
+    rectangle(ax, x + 0.04, 0.1 - row, 0.92, 0.8, face, edge=edge, linestyle=style, linewidth=1.0)
+    ink = INK if is_plain or faint else PAPER
     size, slant = (7, "italic") if word == _USELESS else (9, "normal")
     ax.text(
         x + 0.5, 0.5 - row, word.replace("$", r"\$"), ha="center", va="center", fontsize=size, color=ink, style=slant
@@ -60,18 +57,21 @@ def where_it_comes_from(p: Sequence[float], q: Sequence[float]) -> Picture:
     both = [min(a, b) for a, b in zip(p, q, strict=True)]
     lacking = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
     surplus = [max(b - a, 0.0) for a, b in zip(p, q, strict=True)]
-    ax.bar(names, both, color=GOOD, width=0.6, label="min(p, q): drafted and accepted")
-    ax.bar(names, lacking, bottom=both, color=HIT, width=0.6, label="p - q: drafted too rarely, recovered")
+    ax.bar(names, both, color=GOOD, width=0.5, label="min(p, q): drafted and accepted")
+    ax.bar(names, lacking, bottom=both, color=HIT, width=0.5, label="p - q: drafted too rarely, recovered")
     rest = [(name, more, below) for name, more, below in zip(names, surplus, both, strict=True) if more]
     xs, heights, bottoms = zip(*rest, strict=True)
     says = "q - p: drafted too often, rejected"
-    ax.bar(xs, heights, bottom=bottoms, color="none", edgecolor=BAD, hatch="///", width=0.6, label=says)
+    ax.bar(xs, heights, bottom=bottoms, color="none", edgecolor=BAD, hatch="///", width=0.5, label=says)
     for index, share in enumerate(p):
-        ax.plot([index - 0.4, index + 0.4], [share, share], color=INK, linewidth=1.5)
-        ax.text(index - 0.43, share, f"p = {share:g}", color=INK, fontsize=8, va="center", ha="right")
-    ax.set_xlim(-0.9, len(p) - 0.4)
+        ax.plot([index - 0.3, index + 0.3], [share, share], color=INK, linewidth=1.5)
+        ax.text(index + 0.33, share, f"p = {share:g}", color=INK, fontsize=8, va="center", ha="left")
+    ax.set_xlim(-0.5, len(p) - 0.3)
     ax.set_ylabel("probability")
-    ax.legend(frameon=False, labelcolor=INK, fontsize=8)
+    ax.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.08), ncols=3)
     says = f"{sum(both):.0%} of drafts are accepted; rejected {sum(surplus):.0%}, recovered {sum(lacking):.0%}"
     ax.set_title(says, fontsize=9, color=INK, loc="left")
-    return Picture(figure, f"colours up to the line are p, whatever q is: {says}")
+    told = (f"{name}: {a:g} of {b:g} drafted" for name, a, b in zip(names, both, q, strict=True))
+    return Picture(
+        figure, f"accepted and recovered shares add up to p, whatever q is: {says}. Accepted {', '.join(told)}"
+    )
