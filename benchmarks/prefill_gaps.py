@@ -11,7 +11,6 @@ first token those of the long prompts, from the moment at which they should arri
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import statistics
@@ -24,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from h200 import engine_settings, give_back, provenance, write_shape
+from h200 import engine_settings, give_back, provenance, script_parser, write_shape
 
 from teachllm import EngineConfig
 from teachllm.engine.llm_engine import Engine
@@ -108,12 +107,10 @@ def measured(path: Path, device: str, budget: int | None) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--model", default="qwen3-8b", choices=list(SHAPES))
     parser.add_argument("--budgets", default="256,512,1024,2048,4096,8192")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit")
     options = parser.parse_args(arguments)
     name = options.device
     if name == "cuda":

@@ -49,7 +49,7 @@ crowded.timeline()
 # ## Show: one place decides
 #
 # `_make_room` takes blocks for a running request. If there are too few, the request with the largest key of the policy
-# gives way, which may be the one that needs them.
+# gives way. It may be the request that needs them.
 
 # %%
 show(

@@ -187,8 +187,8 @@ ahead.draw()
 # ## Break: another answer for B
 #
 # One line of the engine has been changed, in a copy. Four requests end at a stop token, and B takes their place. The
-# device of this scenario is one whose last writes to the cache land late, as may happen where K and V are moved by
-# another queue than the one that computes.
+# device of this scenario is one whose last writes to the cache land late, as may happen where one queue
+# moves K and V and another one computes.
 
 # %%
 broken = plant("09a")

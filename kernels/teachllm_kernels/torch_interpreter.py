@@ -1,6 +1,6 @@
 """Triton's language on torch tensors, for machines without Triton: attention kernels run there, slowly, to be read.
 
-Triton is there for Linux only. Its programs are Python, so an interpreter needs no compiler: a tile is a tensor, a
+Triton runs on Linux only. Its programs are Python, so an interpreter needs no compiler: a tile is a tensor, a
 pointer is a tensor's memory and one offset per element, and the programs of a grid run one after the other. This one
 knows the operations that the attention kernels of lesson 08 use, and stands in for `triton` and `triton.language` with
 TRITON_INTERPRET=1; without that a launch raises, as it should where an engine would rather use torch itself.

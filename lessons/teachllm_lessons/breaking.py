@@ -67,7 +67,7 @@ class Broken:
             return MarkdownText(f"? There is no `{path}` here.")
         if len(meant) > 1:
             return MarkdownText(f"? Which one: {', '.join(f'`{each}`' for each in sorted(meant))}?")
-        if not f"/{self.fault.path}".endswith(ends):
+        if meant != [self.fault.path]:
             return MarkdownText(f"✗ Not in `{path}`: nothing is changed there.")
         place = self._function()
         asked = None if function is None else function.removesuffix("()").rpartition(".")[2]

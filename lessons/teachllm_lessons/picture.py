@@ -114,27 +114,11 @@ def bars(values: Mapping[str, float], label: str, *, best: str | None = None) ->
     colors = [BAR if best in (None, name) else OTHER_BAR for name in values]
     drawn = ax.barh(list(values), list(values.values()), color=colors)
     ax.bar_label(drawn, [short(value) for value in values.values()], padding=4, color=INK, fontsize=9)
-    _finish_rows(ax, label)
-    return Picture(figure, _said(values, label))
-
-
-def dots(values: Mapping[str, float], label: str) -> Picture:
-    """Draw one dot per name on a logarithmic axis, with its number: for values that are orders of magnitude apart.
-
-    A bar on a logarithmic axis has no length that means anything, since the axis has no zero.
-
-    Args:
-        label: what is measured, and its unit.
-    """
-    figure, ax = axes(8, 0.6 + 0.34 * len(values))
-    ax.plot(list(values.values()), list(values), "o", color=BAR, markersize=7)
-    for name, value in values.items():
-        ax.annotate(short(value), (value, name), (8, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
-    log_axis(ax, "x")
-    ax.grid(axis="y", color=LINE, linewidth=0.5, alpha=0.5)
-    ax.margins(y=0.5 / max(len(values) - 1, 1))
-    _finish_rows(ax, label)
-    return Picture(figure, _said(values, label))
+    ax.set_xlabel(label)
+    ax.margins(x=0.15)
+    ax.invert_yaxis()
+    said = ", ".join(f"{name} {short(value)}" for name, value in values.items())
+    return Picture(figure, f"{label}: {said}")
 
 
 def lines(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, *, log: str = "") -> Picture:
@@ -162,13 +146,3 @@ def lines(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str,
 
 def _ends(name: str, xs: Sequence[float], ys: Sequence[float]) -> str:
     return f"{name} {short(ys[0])} at {short(xs[0])} to {short(ys[-1])} at {short(xs[-1])}"
-
-
-def _finish_rows(ax: Any, label: str) -> None:
-    ax.set_xlabel(label)
-    ax.margins(x=0.15)
-    ax.invert_yaxis()
-
-
-def _said(values: Mapping[str, float], label: str) -> str:
-    return f"{label}: " + ", ".join(f"{name} {short(value)}" for name, value in values.items())

@@ -21,6 +21,7 @@ from teachllm_webui.live import LiveRun
 from teachllm_webui.plan import Plan, PlannedRequest
 from teachllm_webui.session import LiveSession
 from teachllm_webui.timeline import Status, Timeline
+from tests.engine.text.test_detokenizer import byte_symbols
 from tests.thorough import THOROUGH, only_thorough
 from tests.webui.runs import finish
 
@@ -89,10 +90,8 @@ def ids_of(engine: Engine, data: bytes) -> list[int]:
     assert tokenizer is not None
     names = {token_id: tokenizer.token_name(token_id) for token_id in range(tokenizer.vocab_size)}
     spelled = {name: token_id for token_id, name in names.items()}
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's table
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return [spelled[table[byte]] for byte in data]
+    symbols = byte_symbols()
+    return [spelled[symbols[byte]] for byte in data]
 
 
 def params_of(case: Case) -> SamplingParams:

@@ -25,14 +25,13 @@ SYSTEM = (
 LONG = " ".join(f"{i}. A block table maps logical blocks of a sequence to physical blocks." for i in range(1, 22))
 
 NOTES = {  # what an application that looks things up would put before the question
-    QUESTIONS[
-        0
-    ]: "A KV cache keeps the attention keys and values of all tokens a request has already processed. Each new "
-    "token then computes only its own key and value and reads the rest, instead of recomputing the whole sequence.",
-    QUESTIONS[2]: "PagedAttention stores the KV cache in blocks of fixed size that may lie anywhere in memory. A "
-    "block table maps each request's logical blocks to physical ones.",
-    QUESTIONS[4]: "Prefill is the work of computing the prompt: all its tokens pass through the model together, and "
-    "their keys and values fill the KV cache. It ends with the first output token.",
+    "What is a KV cache?": "A KV cache keeps the attention keys and values of all tokens a request has already "
+    "processed. Each new token then computes only its own key and value and reads the rest, instead of recomputing the "
+    "whole sequence.",
+    "What is paged attention?": "PagedAttention stores the KV cache in blocks of fixed size that may lie anywhere in "
+    "memory. A block table maps each request's logical blocks to physical ones.",
+    "What is prefill?": "Prefill is the work of computing the prompt: all its tokens pass through the model together, "
+    "and their keys and values fill the KV cache. It ends with the first output token.",
 }
 
 

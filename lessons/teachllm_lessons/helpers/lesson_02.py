@@ -8,6 +8,7 @@ from random import Random
 
 from teachllm.core.block_pool import Block, BlockPool
 from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
+from teachllm.errors import counted
 from teachllm_lessons.exercise import Exercise, require, run_with
 from teachllm_lessons.palette import INK, LINE, PALE, color
 from teachllm_lessons.picture import Picture, axes
@@ -49,7 +50,7 @@ def memory_map(lengths: Sequence[int], slot: int, block_size: int) -> Picture:
             held = reserved([length], granule)
             ax.barh(row, held, color=PALE, edgecolor=LINE, height=0.7)
             ax.barh(row, length, color=color(row), edgecolor=LINE, height=0.7)
-            what = f"{held // granule} {name[:-1]}{'s' if held > granule else ''}"
+            what = counted(held // granule, name[:-1])
             inside = held > 0.6 * slot
             ax.text(
                 held - 30 if inside else held + 30,
@@ -259,7 +260,7 @@ def blocks_of_prompts() -> None:
             watch.add(f"{num_tokens}", [9] * num_tokens, 2)
             watch.step()
             blocks = len(watch.state.requests[f"{num_tokens}"].table)
-            print(f"a prompt of {num_tokens} tokens has {blocks} block{'s' if blocks > 1 else ''}")
+            print(f"a prompt of {num_tokens} tokens has {counted(blocks, 'block')}")
             watch.run()
 
 

@@ -16,6 +16,7 @@ from teachllm.config import EngineConfig
 from teachllm.engine.engine_core import EngineCore
 from teachllm.engine.observability.ceilings import known_ceilings
 from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
+from teachllm.errors import counted
 from teachllm.layers.attention_backends.base import AttentionSettings, KVCache
 from teachllm.layers.attention_backends.reference import ReferenceBackend
 from teachllm.simulator.cost_model import RooflineCost, StepCosts
@@ -121,7 +122,7 @@ def contract_turn(piece: Turn) -> int:
     cases += 1
     for num_steps, blocked, expected in _CASES:
         core, came = FakeCore(num_steps, frozenset(blocked)), list[str]()
-        steps = f"{num_steps} step{'s' if num_steps > 1 else ''} to do"
+        steps = f"{counted(num_steps, 'step')} to do"
         if blocked:
             steps += f", and no request can go on with step {blocked[0]} before all that is under way has come back"
         for _turn in range(4 * num_steps + 4):

@@ -20,7 +20,7 @@ END = 300  # a special token
 
 def _byte_level() -> Tokenizer:
     """Ids 0 to 255 are the bytes; some longer tokens begin or end within a character."""
-    byte_to_symbol = _symbols()
+    byte_to_symbol = byte_symbols()
     pieces = [bytes([byte]) for byte in range(256)]
     pieces += ["é".encode(), b"hello", b" hello", "模".encode()[:2], "模".encode()[1:] + b"a", "😀".encode()[:3], b"ab"]
     pieces += [b"a" + "模".encode()[:1], "é".encode() + "模".encode()[:2]]
@@ -33,7 +33,7 @@ def _byte_level() -> Tokenizer:
     return Tokenizer(_TokenizersBackend(backend), {"eos_token": "<|end|>"}, {})
 
 
-def _symbols() -> dict[int, str]:
+def byte_symbols() -> dict[int, str]:
     """The printable stand-in that byte-level vocabularies use for each byte (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
