@@ -141,6 +141,14 @@ def export(lines: list[str], path: Path, title: str = "a trace") -> str:
     return path.as_uri()
 
 
+def boxes(page: Any, selector: str) -> list[dict[str, float]]:
+    """Return the bounding boxes of all matches at one moment, so that no relayout falls between two of them."""
+    found: list[dict[str, float]] = page.eval_on_selector_all(
+        selector, "nodes => nodes.map((node) => node.getBoundingClientRect().toJSON())"
+    )
+    return found
+
+
 def mount_live(page: Any, sides: list[list[str]], **status: Any) -> None:
     """Show traces in the place of an exported page's view as the live page does, with a server that has no more."""
     from teachllm_webui.page import LIVE_SCRIPTS, LIVE_VIEW

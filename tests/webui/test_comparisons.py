@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from teachllm_webui.presets import PRESETS, preset
-from tests.webui.conftest import mount_live
+from tests.webui.conftest import DRAWN, boxes, mount_live
 
 pytestmark = pytest.mark.slow
 
@@ -72,10 +72,10 @@ def test_sides_are_equally_wide_and_nothing_of_them_is_cut(
     assert texts.count() == 2 * len(PRESETS) + 1 + 2
     cut = "nodes => nodes.filter((n) => n.scrollWidth > n.clientWidth + 1 && getComputedStyle(n).display !== 'inline')"
     assert texts.evaluate_all(f"{cut}.map((n) => n.textContent)") == []
-    for node in page.locator(".tl-next[data-free-list]").all():
-        box, panel = node.bounding_box(), node.locator("xpath=ancestor::section[1]").bounding_box()
-        assert box["x"] >= panel["x"] and box["x"] + box["width"] <= panel["x"] + panel["width"]
-        assert node.inner_text().startswith("next free: ")
+    for side in (0, 1):
+        panel, line = boxes(page, f"[data-side='{side}'] :is([data-view=pool], [data-free-list])")
+        assert panel["left"] <= line["left"] and line["right"] <= panel["right"]
+    assert all(text.startswith("next free: ") for text in page.locator(".tl-next[data-free-list]").all_inner_texts())
 
 
 def test_both_sides_have_the_same_rows_at_every_step(open_exported: Callable[..., Any], trace: list[str]) -> None:
@@ -236,10 +236,11 @@ def test_two_sides_are_printed_below_each_other_with_all_panels(
     page = open_exported(trace)
     mount_live(page, [trace, trace], titles=["one", "the other"], is_fork=True, since=3)
     page.emulate_media(media="print")
-    first, second = (page.locator(f"[data-side='{side}']").bounding_box() for side in (0, 1))
-    assert second["y"] >= first["y"] + first["height"] and second["width"] == first["width"] > 1200
+    page.evaluate(DRAWN)
+    first, second = boxes(page, "[data-side]")
+    assert second["top"] >= first["bottom"] and second["width"] == first["width"] > 1200
     for side in (0, 1):
-        panels = [panel.bounding_box() for panel in page.locator(f"[data-side='{side}'] .tl-panel").all()]
+        panels = boxes(page, f"[data-side='{side}'] .tl-panel")
         assert len(panels) == 7 and all(panel["height"] > 40 for panel in panels)
-        assert all(later["y"] >= panel["y"] + panel["height"] for panel, later in pairwise(panels))
+        assert all(later["top"] >= panel["bottom"] for panel, later in pairwise(panels))
     assert not any(button.is_visible() for button in page.locator("[data-live] button").all())

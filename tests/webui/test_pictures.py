@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.webui.conftest import DRAWN, export
+from tests.webui.conftest import DRAWN, boxes, export
 
 Lines = list[str]
 
@@ -272,10 +272,8 @@ def test_what_is_printed_is_whole_and_in_its_colours(open_exported: Callable[...
     for hidden in (".tl-veil", ".tl-cursor", ".tl-buttons", ".tl-switch"):
         assert page.locator(hidden).first.is_hidden()
     for name in ("pool", "batch"):
-        panel = page.locator(f"[data-view={name}]").bounding_box()
-        picture = page.locator(f"[data-view={name}] canvas").first.bounding_box()
-        assert picture["x"] + picture["width"] <= panel["x"] + panel["width"] <= 720
-        assert picture["y"] + picture["height"] <= panel["y"] + panel["height"]
+        panel, picture, *_ = boxes(page, f"[data-view={name}], [data-view={name}] canvas")
+        assert picture["right"] <= panel["right"] <= 720 and picture["bottom"] <= panel["bottom"]
         assert picture["height"] > 50
     ways = ".tl-chip, .tl-swatch, .tl-text span, .tl-times span"
     exact = page.eval_on_selector_all(ways, "all => all.map((one) => getComputedStyle(one).printColorAdjust)")
