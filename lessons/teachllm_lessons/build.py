@@ -110,6 +110,7 @@ def execute(notebook: Any, folder: Path, on_cell: Callable[[int], None] = lambda
         timeout=SECONDS,
         kernel_name="python3",
         resources={"metadata": {"path": str(folder)}},
+        coalesce_streams=True,  # one output, however many messages the kernel sent it in
         extra_arguments=["--log-level=40"],  # errors only: it warns of its own way to talk on this machine
         on_cell_start=lambda cell, cell_index: on_cell(cell_index),
     ).execute()
