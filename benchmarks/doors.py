@@ -269,8 +269,8 @@ def _own_bytes(pid: int) -> dict[int, int]:
 
 def facts(url: str, model: str) -> tuple[int, int, int]:
     """Context, vocabulary and longest token of what is served."""
+    from teachllm.checkpoint.files import find_folder
     from teachllm.engine.text.tokenizer import Tokenizer
-    from teachllm.models.checkpoint import find_folder
 
     tokenizer = Tokenizer.load(str(find_folder(model)))
     with urllib.request.urlopen(f"{url}/v1/models") as response:

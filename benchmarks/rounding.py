@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "cli"), str(ROOT / 
 
 from h200 import provenance, script_parser  # noqa: E402
 
-from teachllm.models.checkpoint import find_folder  # noqa: E402
+from teachllm.checkpoint.files import find_folder  # noqa: E402
 from teachllm.quantization import rounding  # noqa: E402
 from teachllm.quantization.algorithms import compare  # noqa: E402
 

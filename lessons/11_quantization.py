@@ -8,7 +8,7 @@
 # *Needs: 01 (what a decode reads), a little of 03 (prompts compute, decodes read). About 25 minutes.*
 
 # %%
-from teachllm.models.checkpoint import find_folder
+from teachllm.checkpoint.files import find_folder
 from teachllm_lessons.breaking import plant
 from teachllm_lessons.exercise import check
 from teachllm_lessons.helpers.lesson_11 import (

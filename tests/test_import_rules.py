@@ -31,10 +31,7 @@ FROM_ABOVE = (
 )
 TENSORS = ("teachllm.layers", "teachllm.distributed", "teachllm.quantization", "teachllm_kernels")
 FEATURES = ("teachllm.sampling", "teachllm.spec_decode", "teachllm.structured_output", "teachllm.lora")
-A_CHECKPOINT = (
-    *("teachllm.models.checkpoint", "teachllm.models.json_values"),
-    *("teachllm.models.registry", "teachllm.models.tensor_names"),
-)
+A_CHECKPOINT = ("teachllm.checkpoint", "teachllm.models.registry", "teachllm.models.tensor_names")
 TO_A_WORKER = ("teachllm.core.scheduler_output", "teachllm.core.memory")
 # Floor: what it may import of ours. A name stands for itself and, unless it is `teachllm`, what lies under it.
 FLOORS = {
@@ -44,10 +41,20 @@ FLOORS = {
     "teachllm.outputs": PLAIN_DATA,
     "teachllm.errors": PLAIN_DATA,
     "teachllm.core": ("teachllm.core", *PLAIN_DATA),
+    "teachllm.checkpoint": ("teachllm.checkpoint", *PLAIN_DATA),
+    "teachllm.loading": ("teachllm.loading", "teachllm.checkpoint", "teachllm.models", *TENSORS, *PLAIN_DATA),
     "teachllm.layers": (*TENSORS, *PLAIN_DATA),
     "teachllm.sampling": ("teachllm.sampling", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.spec_decode": (
-        *("teachllm.spec_decode", "teachllm.sampling", "teachllm.models", "teachllm.layers", "teachllm_kernels"),
+        *(
+            "teachllm.checkpoint",
+            "teachllm.loading",
+            "teachllm.spec_decode",
+            "teachllm.sampling",
+            "teachllm.models",
+            "teachllm.layers",
+            "teachllm_kernels",
+        ),
         *(*TO_A_WORKER, "teachllm.core.request", *PLAIN_DATA),
     ),
     "teachllm.quantization": (*TENSORS, *A_CHECKPOINT, *PLAIN_DATA),
@@ -58,15 +65,23 @@ FLOORS = {
         *PLAIN_DATA,
     ),
     "teachllm.quantization.algorithms": ("teachllm", "teachllm.quantization", *A_CHECKPOINT, "teachllm.errors"),
-    "teachllm.models": ("teachllm.models", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
+    "teachllm.models": ("teachllm.models", "teachllm.checkpoint", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.worker": (
-        *("teachllm", "teachllm.worker", "teachllm.models"),
+        *("teachllm", "teachllm.worker", "teachllm.models", "teachllm.loading"),
         *(*FEATURES, *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     ),
     "teachllm.roofline": ("teachllm.models.model_config",),
     "teachllm.trace": ("teachllm.trace", "teachllm.core", *PLAIN_DATA),
     "teachllm.engine": (
-        *("teachllm", "teachllm.engine", "teachllm.core", "teachllm.worker", "teachllm.models", "teachllm.roofline"),
+        *(
+            "teachllm",
+            "teachllm.checkpoint",
+            "teachllm.engine",
+            "teachllm.core",
+            "teachllm.worker",
+            "teachllm.models",
+            "teachllm.roofline",
+        ),
         *("teachllm.trace", *FEATURES, *TENSORS, *PLAIN_DATA),
     ),
     "teachllm.simulator": (

@@ -1,1 +1,1 @@
-"""Model families, and how a checkpoint becomes a model in memory."""
+"""Model families, and what a checkpoint's config.json says of them."""

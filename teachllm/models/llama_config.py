@@ -10,9 +10,9 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
 from teachllm.layers.rotary import SCALINGS, RotaryConfig
-from teachllm.models.json_values import JsonObject
 from teachllm.models.moe_config import MoeConfig, parse_moe
 from teachllm.models.registry import LAYER_TYPES, architecture_of
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from teachllm.checkpoint.files import StoredTensor
 from teachllm.errors import ModelError
 from teachllm.models import moe
-from teachllm.models.checkpoint import StoredTensor
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.moe_config import MoeConfig
 from teachllm.models.shape import Shape

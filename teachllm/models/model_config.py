@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from teachllm.checkpoint.files import find_folder, quantization_config, read_json, tensors_to_load
+from teachllm.checkpoint.generation_config import generation_defaults, read_generation_config
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import find_folder, quantization_config, read_json, tensors_to_load
-from teachllm.models.generation_config import generation_defaults, read_generation_config
-from teachllm.models.json_values import JsonObject
 from teachllm.models.registry import OWN, WITH_EXPERTS, architecture_of, check_supported
 from teachllm.models.shape import Shape
 from teachllm.models.tensor_names import HEAD, has_own_head, renaming

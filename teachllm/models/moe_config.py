@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from teachllm.models.json_values import JsonObject
+from teachllm.checkpoint.json_values import JsonObject
 
 
 @dataclass(frozen=True)

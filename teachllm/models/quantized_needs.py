@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from teachllm.checkpoint.files import tensors_to_load
 from teachllm.distributed.layout import ALONE, RankCoords
 from teachllm.distributed.ranks import Ranks
 from teachllm.layers.linear import Linear
-from teachllm.models.checkpoint import tensors_to_load
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.llama_shape import peak_width

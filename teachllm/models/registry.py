@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.models.json_values import JsonObject
 
 # Architectures of `models/llama.py`: with one MLP in a layer, and with experts.
 DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from teachllm.models.checkpoint import StoredTensor
+from teachllm.checkpoint.files import StoredTensor
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

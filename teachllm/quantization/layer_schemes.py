@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from teachllm.checkpoint.files import quantization_config
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import quantization_config
-from teachllm.models.json_values import JsonObject
 from teachllm.quantization.formats import auto_round, awq, compressed_tensors, fp8, gptq, modelopt
 from teachllm.quantization.formats.compressed_tensors import Packed
 from teachllm.quantization.formats.scaled import Scaled

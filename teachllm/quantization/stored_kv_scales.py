@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.distributed.shards import Shard
-from teachllm.models.json_values import JsonObject
 from teachllm.quantization.formats.scheme import FLOATS, Slot, Stored
 
 _NAMES = ("{0}_{1}", "attn.{0}_{1}", "qkv_proj.{0}_{1}", "{0}_proj.{0}_{1}", "{0}_proj.output_{1}", "{0}_cache.{1}")

@@ -16,8 +16,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.models.json_values import JsonObject
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.registry import DENSE
 from teachllm.models.shape import Shape

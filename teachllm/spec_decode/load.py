@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from teachllm.checkpoint.files import find_folder, read_json
+from teachllm.checkpoint.json_values import JsonObject, without_nulls
 from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import find_folder, read_json
-from teachllm.models.json_values import JsonObject, without_nulls
+from teachllm.loading.loader import check_weights, fill, finish, load_model, new_module, stored_names
+from teachllm.loading.random_weights import fill_randomly
 from teachllm.models.llama_config import MAY_BE_NULL
-from teachllm.models.loader import check_weights, fill, finish, load_model, new_module, stored_names
 from teachllm.models.model_config import ModelConfig, load_model_config
-from teachllm.models.random_weights import fill_randomly
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.spec_decode.drafter import KVCache, ModelDrafter
 from teachllm.spec_decode.eagle import Eagle, EagleHead

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
-from teachllm.models.json_values import JsonObject
 from teachllm.models.shape import Shape
 from teachllm.spec_decode.drafter import DraftBatch, logits_of
 

@@ -11,11 +11,11 @@ import pytest
 import safetensors
 import torch
 
+from teachllm.checkpoint.files import stored_tensors
 from teachllm.config import EngineConfig
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
-from teachllm.models.checkpoint import stored_tensors
-from teachllm.models.loader import load_model
+from teachllm.loading.loader import load_model
 from teachllm.models.model_config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.quantization.format_checkpoints import FORMATS, write_checkpoint

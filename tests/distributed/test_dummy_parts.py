@@ -11,8 +11,8 @@ import torch
 
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.shards import Shard, ShardDestination, shard_destination
-from teachllm.models import random_weights
-from teachllm.models.random_weights import fill_parts_randomly
+from teachllm.loading import random_weights
+from teachllm.loading.random_weights import fill_parts_randomly
 from tests.checkpoints import OWN, build_config, make_checkpoint
 from tests.distributed.test_model_parts import LAYOUTS, run
 from tests.quantization.format_checkpoints import FORMATS

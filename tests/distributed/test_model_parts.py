@@ -17,7 +17,7 @@ from teachllm.distributed.shards import ShardDestination
 from teachllm.distributed.stages import Stage
 from teachllm.errors import ModelError
 from teachllm.layers.embedding import Embedding
-from teachllm.models.loader import load_model
+from teachllm.loading.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.sampling.shared_vocabulary import Columns

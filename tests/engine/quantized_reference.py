@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from teachllm import LLM, SamplingParams, config
-from teachllm.models import loader, model_config
+from teachllm.loading import loader
+from teachllm.models import model_config
 from teachllm.outputs import CompletionOutput, RequestOutput
 from teachllm.worker.kv_scales import _attentions
 from teachllm_kernels.attention.kv_quantization import KVScales

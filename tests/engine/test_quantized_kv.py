@@ -14,10 +14,10 @@ from hypothesis import assume, given, settings
 from safetensors.torch import load_file, save_file
 
 from teachllm import LLM, EngineConfig, SamplingParams
+from teachllm.checkpoint.files import quantization_config
 from teachllm.core.memory import format_bytes
 from teachllm.errors import ModelError
 from teachllm.layers.attention_backends import triton
-from teachllm.models.checkpoint import quantization_config
 from teachllm.quantization.stored_kv_scales import dtype_of_kv_scales
 from teachllm.roofline import StepShape, step_work
 from teachllm.simulator.shapes import model_shape

@@ -207,7 +207,7 @@ def test_references_and_models_import_where_triton_is_not_installed() -> None:
             if name.split(".")[0] in ("teachllm", "teachllm_kernels", "triton"):
                 del sys.modules[name]
         sys.modules["triton"] = None  # type: ignore[assignment]
-        for name in [*names, "teachllm.models.loader"]:
+        for name in [*names, "teachllm.loading.loader"]:
             importlib.import_module(name)
         assert sys.modules["teachllm_kernels.rms_norm"] is not rms_norm
 

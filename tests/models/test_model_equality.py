@@ -11,7 +11,7 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.layers.norm import RMSNorm
-from teachllm.models.loader import load_model
+from teachllm.loading.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
 from tests.checkpoints import ALL, OWN, make_checkpoint
 from tests.engine.reference import FORWARD_COLUMNS, FORWARD_LENGTHS, FORWARD_SEQUENCES, Reference, reference

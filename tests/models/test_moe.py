@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from teachllm.checkpoint import files
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
 from teachllm.layers import moe
 from teachllm.layers.moe import Experts, route
-from teachllm.models import checkpoint
+from teachllm.loading.loader import load_model
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
-from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
 from tests.checkpoints import build_model, make_checkpoint
 from tests.models.flat_batch import logits_by_schedule
@@ -159,7 +159,7 @@ QUANTIZED = {"quantization_config": {"quant_method": "fp8", "weight_block_size":
 def test_a_mixture_that_cannot_be_is_refused_by_its_config_alone(
     architecture: str, changes: dict, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "stored_tensors", lambda folder: pytest.fail("looked for weights"))
+    monkeypatch.setattr(files, "stored_tensors", lambda folder: pytest.fail("looked for weights"))
     message = refusal(config_only(tmp_path, architecture, **changes))
     assert all(word in message for word in ["config.json: ", *words])
 
@@ -173,7 +173,7 @@ def test_quantized_experts_are_refused_before_a_weight_is_read(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checkpoint, "stored_tensors", lambda folder: pytest.fail("looked for weights"))
+    monkeypatch.setattr(files, "stored_tensors", lambda folder: pytest.fail("looked for weights"))
     message = refusal(config_only(tmp_path, architecture, **changes), **settings)
     assert architecture in message and "takes no quantized weights" in message and "unquantized checkpoint" in message
 

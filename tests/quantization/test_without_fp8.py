@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from teachllm.models import loader
+from teachllm.loading import loader
 from teachllm.quantization import rounding
 from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
 from teachllm.quantization.quantized_weights import Activations

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from teachllm.checkpoint.files import find_folder
 from teachllm.core.request import Request
 from teachllm.engine.llm_engine import Engine
-from teachllm.models.checkpoint import find_folder
 from teachllm.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.reference import reference

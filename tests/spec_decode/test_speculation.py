@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from teachllm import LLM, EngineConfig, RequestOutput, SamplingParams
+from teachllm.checkpoint.files import find_folder
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.engine.llm_engine import Engine
-from teachllm.models.checkpoint import find_folder
 from tests.spec_decode import naive
 from tests.thorough import THOROUGH, only_thorough, times
 from tests.worker.engines import drain

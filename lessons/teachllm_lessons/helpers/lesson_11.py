@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from teachllm.checkpoint.files import EMBEDDED_MODEL, find_folder
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import EMBEDDED_MODEL, find_folder
 from teachllm.quantization import rounding
 from teachllm.quantization.algorithms.recipe import Recipe
 from teachllm.quantization.algorithms.write import Made, write_checkpoint

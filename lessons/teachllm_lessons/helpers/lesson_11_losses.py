@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from teachllm.models.checkpoint import EMBEDDED_MODEL, find_folder
+from teachllm.checkpoint.files import EMBEDDED_MODEL, find_folder
 from teachllm.quantization.algorithms import compare
 
 
@@ -69,7 +69,7 @@ def layer_errors(layer: str = "mlp.down_proj", bits: int = 4, group_size: int = 
     """The first block's layer by three methods, on 16 rows of the calibration text: squared error of the output."""
     from transformers.utils import logging
 
-    from teachllm.models.checkpoint import stored_tensors
+    from teachllm.checkpoint.files import stored_tensors
     from teachllm.quantization.algorithms import blocks
     from teachllm.quantization.algorithms.awq import best_scales
     from teachllm.quantization.algorithms.calibrate import InputStatistics

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from teachllm.checkpoint.files import EMBEDDED_MODEL, find_folder
 from teachllm.config import EngineConfig
 from teachllm.core.request import Request
 from teachllm.core.scheduler import Scheduler
@@ -23,7 +24,6 @@ from teachllm.distributed.ranks import Ranks
 from teachllm.engine.llm_engine import Engine
 from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.engine.replicas.data_parallel import Balance, least_loaded
-from teachllm.models.checkpoint import EMBEDDED_MODEL, find_folder
 from teachllm.models.model_config import load_model_config
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.sampling_params import SamplingParams

@@ -16,6 +16,7 @@ from typing import NoReturn
 import msgspec
 import zmq
 
+from teachllm.checkpoint.files import find_folder
 from teachllm.config import EngineConfig
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
@@ -40,7 +41,6 @@ from teachllm.engine.processes.core_messages import (
 )
 from teachllm.engine.replicas.data_parallel import Balance
 from teachllm.engine.text.token_texts import load_tokenizer
-from teachllm.models.checkpoint import find_folder
 from teachllm.sampling_params import SamplingParams
 from teachllm.worker.errors import EngineDeadError, FailedStepError
 from teachllm.worker.processes.child import only_here, refuse_elsewhere, uninterrupted

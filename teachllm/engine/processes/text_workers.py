@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from teachllm.checkpoint.files import find_folder
 from teachllm.config import EngineConfig
 from teachllm.engine.processes.text_process import KILL, LENGTH_BYTES, TextJob, TextResult, TextStart, frame
-from teachllm.models.checkpoint import find_folder
 from teachllm.worker.processes.child import how_it_ended, start_child
 
 MAX_WORKERS = 4

@@ -27,8 +27,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from teachllm.models.checkpoint import read_json_if_any
-from teachllm.models.json_values import JsonObject
+from teachllm.checkpoint.files import read_json_if_any
+from teachllm.checkpoint.json_values import JsonObject
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("lstrip", "rstrip", "single_word")

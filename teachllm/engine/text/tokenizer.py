@@ -19,9 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.engine.text.chat_template import render_conversation
 from teachllm.errors import ModelError
-from teachllm.models.json_values import JsonObject
 
 if TYPE_CHECKING:
     import tokenizers

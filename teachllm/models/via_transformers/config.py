@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from teachllm.checkpoint.files import read_json
+from teachllm.checkpoint.json_values import JsonObject, shown
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import read_json
-from teachllm.models.json_values import JsonObject, shown
 from teachllm.models.llama_config import MOST_LAYERS
 from teachllm.models.registry import LAYER_TYPES, SUPPORTED
 

@@ -19,13 +19,12 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from teachllm.checkpoint.files import StoredTensor, stored_tensors, wrong_shape
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
 from teachllm.layers.attention import Attention, AttentionMetadata, paged_attention, write_kv
-from teachllm.models.checkpoint import StoredTensor, stored_tensors
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.registry import SUPPORTED
-from teachllm.models.stored_weights import wrong_shape
 from teachllm.models.via_transformers import rehearsal
 from teachllm.models.via_transformers.config import create, read_config
 from teachllm.models.via_transformers.rehearsal import Rehearsal

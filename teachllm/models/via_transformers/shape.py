@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from teachllm.checkpoint.files import StoredTensor, tensors_to_load, wrong_shape
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import StoredTensor, tensors_to_load
-from teachllm.models.json_values import JsonObject
 from teachllm.models.registry import SUPPORTED, architecture_of, check_features
 from teachllm.models.shape import Shape
-from teachllm.models.stored_weights import wrong_shape
 from teachllm.models.via_transformers.config import NO_INTERFACE, OPTIONAL_SIZES, SIZES, create, read_config
 from teachllm.models.via_transformers.model import TransformersModel, register
 from teachllm.models.via_transformers.rehearsal import IMPLEMENTATION, attention_modules, rehearse

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from teachllm.checkpoint.files import StoredTensor, read_json, stored_tensors
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import StoredTensor, read_json, stored_tensors
 from teachllm.models.registry import OWN, architecture_of
 from teachllm.models.tensor_names import renaming
 

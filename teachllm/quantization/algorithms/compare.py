@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from teachllm.models.checkpoint import find_folder, stored_tensors
+from teachllm.checkpoint.files import find_folder, stored_tensors
 from teachllm.quantization.algorithms.texts import HELD_OUT_TEXT, Document, read_tokenizer, scored_documents
 
 NUM_LIKELIEST = 50  # tokens of each position that are compared one by one

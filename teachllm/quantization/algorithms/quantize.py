@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from teachllm.checkpoint.files import find_folder, quantization_config, read_json, stored_tensors
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import find_folder, quantization_config, read_json, stored_tensors
 from teachllm.models.registry import DENSE, architecture_of
 from teachllm.quantization.algorithms import blocks, folding, methods, write
 from teachllm.quantization.algorithms.blocks import DecoderBlock

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from teachllm import __version__
-from teachllm.models.checkpoint import read_json, stored_tensors
+from teachllm.checkpoint.files import read_json, stored_tensors
 from teachllm.quantization.algorithms.blocks import STORED_DTYPES, renamed
 from teachllm.quantization.algorithms.recipe import EIGHT_BIT, Recipe
 from teachllm.quantization.formats import awq, compressed_tensors, gptq

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Any
 
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.models.json_values import JsonObject
 from teachllm.quantization.formats.awq import BITS as BITS_OF_AWQ
 from teachllm.quantization.formats.awq import Awq
 from teachllm.quantization.formats.compressed_tensors import parse as parse_compressed_tensors

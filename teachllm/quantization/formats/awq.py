@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.models.json_values import JsonObject
 from teachllm.quantization import rounding
 from teachllm.quantization.formats.gptq import LEAVE_OUT, check_sizes, checked_bits, grouped_bytes, num_groups
 from teachllm.quantization.formats.packing import pack, unpack

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.models.json_values import JsonObject
 from teachllm.quantization import rounding
 from teachllm.quantization.formats.fp4 import Fp4
 from teachllm.quantization.formats.gptq import BITS, check_sizes, grouped_bytes, num_groups, unless_sorted

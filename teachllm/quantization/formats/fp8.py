@@ -15,7 +15,7 @@ from collections.abc import Callable, Container
 
 import torch
 
-from teachllm.models.json_values import JsonObject
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import Scheme
 from teachllm.quantization.quantized_weights import BLOCK, Activations

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.models.json_values import JsonObject
 from teachllm.quantization import rounding
 from teachllm.quantization.formats.packing import WORD, pack, unpack
 from teachllm.quantization.formats.scheme import FLOATS, INTS, Scheme, Stored, matches

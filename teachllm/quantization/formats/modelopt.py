@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.models.json_values import JsonObject
 from teachllm.quantization.formats.fp4 import Fp4
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import Scheme

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.models.json_values import JsonObject
 from teachllm.quantization.quantized_weights import Quantized, part_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -24,8 +24,8 @@ from teachllm.distributed.stages import Stage
 from teachllm.layers.attention_backends.base import AttentionBackend
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.attention_backends.selection import select_backend
+from teachllm.loading.loader import load_model
 from teachllm.models.llama import AuxOut
-from teachllm.models.loader import load_model
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.sampling.sampler import Sampler

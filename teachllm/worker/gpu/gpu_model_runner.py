@@ -25,7 +25,7 @@ from teachllm.distributed.group import agreed_least
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.distributed.stages import Stage
 from teachllm.layers.attention_backends.selection import select_backend
-from teachllm.models.loader import load_model
+from teachllm.loading.loader import load_model
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.sampling.sampler import Sampler, SamplerOutput

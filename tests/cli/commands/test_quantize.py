@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from teachllm.models.checkpoint import find_folder
+from teachllm.checkpoint.files import find_folder
 from teachllm.quantization.algorithms import compare
 from teachllm.quantization.algorithms.compare import Compared
 from teachllm.quantization.algorithms.recipe import Recipe

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from teachllm import EngineConfig
+from teachllm.checkpoint.files import find_folder
 from teachllm.engine.processes import text_workers
 from teachllm.engine.processes.text_workers import TextWorkers
 from teachllm.engine.text.tokenizer import Tokenizer
-from teachllm.models.checkpoint import find_folder
 from tests.processes import children, processes_for_texts
 from tests.waiting import wait_for
 

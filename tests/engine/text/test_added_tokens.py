@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from teachllm.checkpoint.files import EMBEDDED_MODEL, find_folder
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import EMBEDDED_MODEL, find_folder
 from tests.thorough import times
 
 BASE = find_folder(EMBEDDED_MODEL)

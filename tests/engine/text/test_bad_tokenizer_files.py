@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from teachllm.checkpoint.files import EMBEDDED_MODEL, find_folder
 from teachllm.engine.text.tokenizer import Tokenizer
-from teachllm.models.checkpoint import EMBEDDED_MODEL, find_folder
-from tests.models.mutations import ABSENT, Mutation, is_named, mutations, wrong_ones
+from tests.checkpoint.mutations import ABSENT, Mutation, is_named, mutations, wrong_ones
 from tests.thorough import times
 
 FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from teachllm.models.checkpoint import find_folder
+from teachllm.checkpoint.files import find_folder
 from teachllm_lessons.helpers.lesson_11 import (
     PERCENT_LEFT,
     QUANTIZE,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from teachllm.models.checkpoint import EMBEDDED_MODEL, find_folder
+from teachllm.checkpoint.files import EMBEDDED_MODEL, find_folder
 
 NUM_BLOCKS, MLP_WIDTH = 2, 256
 CONVERSATIONS = Path(__file__).with_name("conversations.jsonl")  # the first of the text that is calibrated on

@@ -11,7 +11,7 @@ from statistics import mean
 
 import pytest
 
-from teachllm.models.checkpoint import stored_tensors
+from teachllm.checkpoint.files import stored_tensors
 from teachllm.quantization.algorithms import compare
 from teachllm.quantization.algorithms.compare import Compared, Decoding, Scores, divergences, mean_and_error
 from teachllm.quantization.algorithms.plot import write_plot

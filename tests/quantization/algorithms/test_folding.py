@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, OPTConfig
 
+from teachllm.checkpoint.files import stored_tensors
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import stored_tensors
 from teachllm.quantization.algorithms import blocks, folding
 from teachllm.quantization.algorithms.blocks import DecoderBlock
 from teachllm.quantization.algorithms.calibrate import InputStatistics

@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from teachllm.models.checkpoint import EMBEDDED_MODEL, find_folder
+from teachllm.checkpoint.files import EMBEDDED_MODEL, find_folder
 from teachllm.quantization.algorithms import compare
 from teachllm.quantization.algorithms.compare import Decoding, Scores, divergences
 from teachllm.quantization.algorithms.quantize import quantize_model

@@ -12,8 +12,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from teachllm.checkpoint.files import EMBEDDED_MODEL, find_folder
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import EMBEDDED_MODEL, find_folder
 from teachllm.quantization.algorithms.texts import (
     CALIBRATION_TEXT,
     HELD_OUT_TEXT,

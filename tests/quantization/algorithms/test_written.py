@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from teachllm import LLM
-from teachllm.models.checkpoint import stored_tensors
+from teachllm.checkpoint.files import stored_tensors
 from teachllm.quantization.algorithms import compare, folding, methods, write
 from teachllm.quantization.algorithms.grid import Grid
 from teachllm.quantization.algorithms.quantize import quantize_model, quantize_weights

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.mutations import ABSENT, Mutation, is_named, mutations, wrong_ones
 from tests.checkpoints import make_checkpoint
-from tests.models.mutations import ABSENT, Mutation, is_named, mutations, wrong_ones
 from tests.quantization.format_checkpoints import FORMATS, generate, write_checkpoint
 from tests.thorough import times
 

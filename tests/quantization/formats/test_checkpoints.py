@@ -17,7 +17,7 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
-from teachllm.models.loader import load_model
+from teachllm.loading.loader import load_model
 from teachllm.models.model_config import load_model_config
 from teachllm.quantization import rounding
 from teachllm.quantization.formats.scheme import OnTheFly, QuantizedWeightLoader

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from teachllm.models.checkpoint import find_folder
+from teachllm.checkpoint.files import find_folder
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.reference import reference
 from tests.spec_decode import naive

@@ -16,9 +16,9 @@ from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Linear
 from teachllm.layers.moe import Experts
+from teachllm.loading.loader import finish, new_module
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
-from teachllm.models.loader import finish, new_module
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.quantization.formats.scheme import UNQUANTIZED
 from teachllm.quantization.layer_schemes import on_the_fly

@@ -15,7 +15,7 @@ from teachllm.core.memory import MemoryPlan
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.layers.attention_backends import selection
-from teachllm.models.loader import new_module
+from teachllm.loading.loader import new_module
 from teachllm.models.model_config import load_model_config
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.spec_decode.draft_model import DraftModel

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from teachllm.checkpoint.files import pickle_files, stored_tensors, tensors_to_load, wrong_shape
 from teachllm.config import EngineConfig
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.distributed.shards import ShardDestination
@@ -24,15 +25,14 @@ from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
 from teachllm.layers.moe import Experts
 from teachllm.layers.norm import RMSNorm
-from teachllm.models.checkpoint import pickle_files, stored_tensors, tensors_to_load
+from teachllm.loading.random_weights import fill_parts_randomly, fill_randomly
+from teachllm.loading.stored_weights import Progress, read_pickles, read_safetensors
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.moe import unstacked
 from teachllm.models.moe_config import ExpertNames
 from teachllm.models.quantized_needs import of_model
-from teachllm.models.random_weights import fill_parts_randomly, fill_randomly
-from teachllm.models.stored_weights import Progress, read_pickles, read_safetensors, wrong_shape
 from teachllm.models.tensor_names import renaming
 from teachllm.quantization.formats.scaled import Scaled
 from teachllm.quantization.formats.scheme import NOT_READ, UNQUANTIZED, WEIGHT_FLOATS, Slot, formats_of, why_unknown

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from teachllm.checkpoint import files
+from teachllm.checkpoint.files import find_folder
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
-from teachllm.models import checkpoint
-from teachllm.models.checkpoint import find_folder
-from teachllm.models.loader import load_model
+from teachllm.loading.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
 from tests.checkpoints import build_model, make_checkpoint
 
@@ -240,7 +240,7 @@ REFUSED_CONFIGS = [
 def test_what_cannot_run_is_refused_by_name_before_a_weight_is_read(
     tmp_path: Path, changes: dict, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "stored_tensors", lambda folder: pytest.fail("looked for weights"))
+    monkeypatch.setattr(files, "stored_tensors", lambda folder: pytest.fail("looked for weights"))
     message = _refusal(_config_only(tmp_path, **changes))
     for word in words:
         assert word in message

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from teachllm import LLM, SamplingParams
+from tests.checkpoint.mutations import ABSENT, Mutation, is_named, mutations, wrong_ones
 from tests.checkpoints import make_checkpoint
-from tests.models.mutations import ABSENT, Mutation, is_named, mutations, wrong_ones
 from tests.thorough import times
 
 FAMILIES = ("llama3", "llama_yarn", "llama_linear", "llama_dynamic", "mistral", "qwen2_window", "qwen3_moe", "mixtral")

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from teachllm.checkpoint.files import read_json, read_json_if_any
+from teachllm.checkpoint.json_values import JsonObject
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import read_json, read_json_if_any
-from teachllm.models.json_values import JsonObject
 from teachllm.sampling_params import SamplingParams
 
 _FILE = "generation_config.json"

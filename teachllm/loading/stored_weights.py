@@ -5,16 +5,15 @@ Source: https://huggingface.co/docs/safetensors
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
+from teachllm.checkpoint.files import pickle_files, stored_tensors, wrong_shape
+from teachllm.checkpoint.pickles import read_pickle
 from teachllm.distributed.shards import ShardDestination
 from teachllm.errors import ModelError
-from teachllm.models.checkpoint import StoredTensor, pickle_files, stored_tensors
 
 Progress = Callable[[int, int], None]
 Wants = Callable[[str], bool]
@@ -72,11 +71,6 @@ def _ranges(cut: ShardDestination, shape: tuple[int, ...], name: str, file: Path
     return cut.ranges
 
 
-def wrong_shape(name: str, file: Path, shape: Sequence[int], expected: Sequence[int]) -> str:
-    """Return what to say of a tensor that has another shape than expected."""
-    return f"{file}: tensor {name} has shape {list(shape)}, config.json means {list(expected)}"
-
-
 def read_pickles(
     folder: Path, progress: Progress | None, wants: Wants = _everything, part: PartOf = _all
 ) -> Iterator[tuple[str, torch.Tensor, Path]]:
@@ -92,47 +86,10 @@ def read_pickles(
     files = pickle_files(folder)
     total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
-        for name, tensor in _unpickled(file).items():
+        for name, tensor in read_pickle(file).items():
             if wants(name):
                 cut = part(name)
                 yield name, tensor if cut is None else tensor[_ranges(cut, tuple(tensor.shape), name, file)], file
         done += file.stat().st_size
         if progress is not None:
             progress(done, total)
-
-
-def pickled_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return what `stored_tensors` does, of a checkpoint in pickles. Errors as in `read_pickles`."""
-    return {
-        name: PickledTensor(file, tuple(tensor.shape), str(tensor.dtype), begin=0, end=tensor.nbytes, tensor=tensor)
-        for name, tensor, file in read_pickles(folder, None)
-    }
-
-
-@dataclass(frozen=True)
-class PickledTensor(StoredTensor):
-    """Describe a tensor in a pickle, with its dtype by PyTorch's name; `begin` and `end` tell no more than its size."""
-
-    tensor: torch.Tensor
-
-    def is_copy_of(self, other: StoredTensor) -> bool:
-        """Return whether both hold the same values in the same form."""
-        assert isinstance(other, PickledTensor)
-        return self.dtype == other.dtype and torch.equal(self.tensor, other.tensor)
-
-
-def _unpickled(file: Path) -> dict[str, torch.Tensor]:
-    """Return a file's tensors, which are read when they are looked at.
-
-    Raises:
-        ModelError: it holds anything else.
-    """
-    try:  # PyTorch's first format, which was no ZIP archive, is read at once
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:
-        raise ModelError(f"{file} cannot be read as plain tensors: {str(error).splitlines()[0]}") from None
-    if not isinstance(tensors, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
-    ):
-        raise ModelError(f"{file} holds something else than tensors by name: download it again")
-    return tensors

@@ -12,13 +12,13 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from teachllm.checkpoint.json_values import JsonObject, without_nulls
 from teachllm.errors import ModelError
-from teachllm.models.json_values import JsonObject, without_nulls
 
 EMBEDDED_MODEL = "teachlm"
 EMBEDDED_DRAFTERS = ("teachlm-draft", "teachlm-eagle", "teachlm-medusa")
@@ -139,15 +139,20 @@ def tensors_to_load(folder: Path, load_format: str) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint, by name, as `EngineConfig.load_format` says; with random weights none.
 
     Raises:
-        ModelError: as `stored_tensors`, or as `read_pickles`.
+        ModelError: as `stored_tensors`, or as `pickled_tensors`.
     """
     if load_format == "dummy":
         return {}
     if load_format != "pt":
         return stored_tensors(folder)
-    from teachllm.models.stored_weights import pickled_tensors  # loads torch
+    from teachllm.checkpoint.pickles import pickled_tensors  # loads torch
 
     return pickled_tensors(folder)
+
+
+def wrong_shape(name: str, file: Path, shape: Sequence[int], expected: Sequence[int]) -> str:
+    """Return what to say of a tensor that has another shape than expected."""
+    return f"{file}: tensor {name} has shape {list(shape)}, config.json means {list(expected)}"
 
 
 def safetensors_files(folder: Path) -> list[Path]:

@@ -1,0 +1,1 @@
+"""Turn a checkpoint into a model in memory: read its weights, or draw random ones."""
