@@ -79,7 +79,7 @@ print(f"plain : perplexity {loss().perplexity:9,.2f}   {answer()!r}")
 # that 4 bits can represent: if the whole matrix shares a scale, if one output's row does, and if these 16 do.
 
 # %%
-from teachllm.quantization.quantized_weights import GroupedWeight
+from teachllm.layers.weights.quantized_weights import GroupedWeight
 
 show(
     GroupedWeight.dequantize,

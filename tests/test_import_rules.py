@@ -64,7 +64,13 @@ FLOORS = {
         *TO_A_WORKER,
         *PLAIN_DATA,
     ),
-    "teachllm.quantization.algorithms": ("teachllm", "teachllm.quantization", *A_CHECKPOINT, "teachllm.errors"),
+    "teachllm.quantization.algorithms": (
+        "teachllm",
+        "teachllm.layers.weights",
+        "teachllm.quantization",
+        *A_CHECKPOINT,
+        "teachllm.errors",
+    ),
     "teachllm.models": ("teachllm.models", "teachllm.checkpoint", "teachllm.lora", *TENSORS, *TO_A_WORKER, *PLAIN_DATA),
     "teachllm.worker": (
         *("teachllm", "teachllm.worker", "teachllm.models", "teachllm.loading"),

@@ -175,7 +175,7 @@ LESSONS = (
         "quantization",
         "How few bits can a weight have?",
         (
-            "teachllm/quantization/formats/scheme.py",
+            "teachllm/layers/weights/scheme.py",
             "teachllm/quantization/formats/gptq.py",
             "teachllm/quantization/algorithms/gptq.py",
         ),

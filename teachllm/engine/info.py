@@ -20,7 +20,7 @@ from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.models.registry import WITH_EXPERTS
 from teachllm.models.sharding import of_rank, stage_layers
-from teachllm.quantization.layer_schemes import quantization_of
+from teachllm.quantization.formats.layer_schemes import quantization_of
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.executor import select_device
 from teachllm.worker.kv_cache import plan_memory

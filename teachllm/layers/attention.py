@@ -20,9 +20,9 @@ from torch import nn
 from teachllm.distributed.shards import ALL, Shard
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionSettings
 from teachllm.layers.attention_backends.reference import REFERENCE
+from teachllm.layers.kv_scale_slots import kv_scale_slots
 from teachllm.layers.weak_tensor import weak_tensor
-from teachllm.quantization.formats.scheme import Slot
-from teachllm.quantization.stored_kv_scales import kv_scale_slots
+from teachllm.layers.weights.quantized_weight_loader import Slot
 from teachllm_kernels.attention.decode_plan import DecodePlan
 from teachllm_kernels.attention.kv_quantization import KVScales
 from teachllm_kernels.attention.kv_write import kv_write_cpu, kv_write_triton

@@ -20,11 +20,14 @@ from teachllm.config import EngineConfig
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.distributed.shards import ShardDestination
 from teachllm.errors import ModelError
-from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
 from teachllm.layers.moe import Experts
 from teachllm.layers.norm import RMSNorm
+from teachllm.layers.weights.dense_weight import DenseWeight
+from teachllm.layers.weights.gpu_scaled_weight import GPUScaledWeight
+from teachllm.layers.weights.quantized_weight_loader import NOT_READ, Slot, formats_of, why_unknown
+from teachllm.layers.weights.scheme import UNQUANTIZED, WEIGHT_FLOATS
 from teachllm.loading.random_weights import fill_parts_randomly, fill_randomly
 from teachllm.loading.stored_weights import Progress, read_pickles, read_safetensors
 from teachllm.models.llama import LlamaForCausalLM
@@ -35,8 +38,6 @@ from teachllm.models.moe_config import ExpertNames
 from teachllm.models.quantized_needs import of_model
 from teachllm.models.tensor_names import renaming
 from teachllm.quantization.formats.scaled import Scaled
-from teachllm.quantization.formats.scheme import NOT_READ, UNQUANTIZED, WEIGHT_FLOATS, Slot, formats_of, why_unknown
-from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
 
 T = TypeVar("T")
 

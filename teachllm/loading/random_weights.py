@@ -16,7 +16,7 @@ from torch import nn
 
 from teachllm.distributed.shards import ShardDestination
 from teachllm.layers.linear import Destination, Linear
-from teachllm.quantization.formats.scheme import Slot
+from teachllm.layers.weights.quantized_weight_loader import Slot
 
 _AT_ONCE = 1 << 22  # values
 

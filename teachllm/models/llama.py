@@ -22,6 +22,8 @@ from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Addend, Destination, Linear, Rows
 from teachllm.layers.norm import InputQuantization, RMSNorm
 from teachllm.layers.rotary import Rotary
+from teachllm.layers.weights.quantized_weight_loader import QuantizedWeightLoader
+from teachllm.layers.weights.scheme import UNQUANTIZED, Schemes
 from teachllm.models.llama_config import LlamaConfig
 from teachllm.models.llama_fast_paths import (
     Angles,
@@ -35,7 +37,6 @@ from teachllm.models.llama_fast_paths import (
 from teachllm.models.moe import SparseMLP
 from teachllm.models.moe_config import MoeConfig
 from teachllm.models.sharding import of_rank, stage_layers
-from teachllm.quantization.formats.scheme import UNQUANTIZED, QuantizedWeightLoader, Schemes
 from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
 
 __all__ = ["Angles", "AuxOut", "LlamaAttention", "LlamaForCausalLM", "LlamaLayer", "LlamaMLP", "added_up"]

@@ -22,7 +22,7 @@ from teachllm.models.tensor_names import HEAD, has_own_head, renaming
 
 if TYPE_CHECKING:
     from teachllm.models.quantized_needs import Dequantized
-    from teachllm.quantization.layer_schemes import Quantization
+    from teachllm.quantization.formats.layer_schemes import Quantization
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED_DTYPES = ("", "auto", "float64", *DTYPE_BYTES, "half", "float", "float8_e4m3fn", "float8_e5m2", "uint8", "int8")
@@ -187,7 +187,7 @@ def _quantization(
             f"{architecture_of(raw)} takes no quantized weights, as experts have no kernel for them: take its "
             "unquantized checkpoint, and leave quantization out"
         )
-    from teachllm.quantization.layer_schemes import quantization_of  # loads torch
+    from teachllm.quantization.formats.layer_schemes import quantization_of  # loads torch
 
     try:
         found = quantization_of(raw, folder, config.quantization, names)

@@ -21,16 +21,18 @@ from teachllm.checkpoint.files import tensors_to_load
 from teachllm.distributed.layout import ALONE, RankCoords
 from teachllm.distributed.ranks import Ranks
 from teachllm.layers.linear import Linear
+from teachllm.layers.weights.quantized_weight_loader import QuantizedWeightLoader
+from teachllm.layers.weights.quantized_weights import Activations
+from teachllm.layers.weights.scheme import Schemes
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import LlamaConfig, parse
 from teachllm.models.llama_shape import peak_width
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.sharding import of_rank
 from teachllm.models.tensor_names import renaming
+from teachllm.quantization.formats.layer_schemes import Quantization, quantization_of
+from teachllm.quantization.formats.on_the_fly import OnTheFly
 from teachllm.quantization.formats.scaled import Scaled
-from teachllm.quantization.formats.scheme import OnTheFly, QuantizedWeightLoader, Schemes
-from teachllm.quantization.layer_schemes import Quantization, quantization_of
-from teachllm.quantization.quantized_weights import Activations
 
 
 class Dequantized(NamedTuple):

@@ -1,1 +1,1 @@
-"""Quantized weights: what they are, which layers have them, and how they are multiplied."""
+"""Quantized weights: the formats that checkpoints have them in, and the algorithms that make them."""

@@ -31,8 +31,8 @@ from teachllm.distributed.shards import ALL, Shard
 from teachllm.layers.attention import Attention, AttentionMetadata
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
 from teachllm.models.model_config import ModelConfig
-from teachllm.quantization import layer_schemes
-from teachllm.quantization.stored_kv_scales import dtype_of_kv_scales
+from teachllm.quantization.formats import layer_schemes
+from teachllm.quantization.formats.kv_scale_dtype import dtype_of_kv_scales
 from teachllm.spec_decode.drafter import FlatTokens, ModelDrafter
 from teachllm.spec_decode.eagle import Eagle
 from teachllm_kernels.attention.kv_quantization import LARGEST

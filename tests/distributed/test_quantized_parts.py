@@ -15,11 +15,11 @@ from teachllm.config import EngineConfig
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.shards import ALL, Shard
 from teachllm.errors import ModelError
+from teachllm.layers.weights.quantized_weights import Activations, part_of
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import load_model_config
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.models.sharding import stage_layers
-from teachllm.quantization.quantized_weights import Activations, part_of
 from tests.checkpoints import build_config, make_checkpoint
 from tests.distributed.test_model_parts import run
 from tests.quantization.format_checkpoints import FORMATS, write_checkpoint, write_dequantized

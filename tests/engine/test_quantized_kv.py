@@ -18,7 +18,7 @@ from teachllm.checkpoint.files import quantization_config
 from teachllm.core.memory import format_bytes
 from teachllm.errors import ModelError
 from teachllm.layers.attention_backends import triton
-from teachllm.quantization.stored_kv_scales import dtype_of_kv_scales
+from teachllm.quantization.formats.kv_scale_dtype import dtype_of_kv_scales
 from teachllm.roofline import StepShape, step_work
 from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import simulate

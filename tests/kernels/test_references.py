@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.linear import Linear
+from teachllm.layers.weights.dense_weight import DenseWeight
 from teachllm_kernels import rms_norm, silu_and_mul, step_inputs
 from teachllm_kernels.attention import decode_plan, hopper_decode, kv_write, paged_attention, rope_kv_write, rotary
 from teachllm_kernels.attention.kv_write import kv_write_reference

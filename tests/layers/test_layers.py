@@ -10,13 +10,13 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from teachllm.distributed.shards import Shard
-from teachllm.layers import dense_weight
 from teachllm.layers.attention import AttentionMetadata, paged_attention, write_kv
 from teachllm.layers.attention_backends.base import AttentionSettings
 from teachllm.layers.attention_backends.triton import check_heads
-from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.linear import Linear
 from teachllm.layers.rotary import Rotary, RotaryConfig, attention_factor, inverse_frequencies
+from teachllm.layers.weights import dense_weight
+from teachllm.layers.weights.dense_weight import DenseWeight
 from teachllm_kernels.linear import hopper_gated_linear, hopper_linear
 from teachllm_kernels.linear.hopper_gated_linear import FROM_ROWS
 from tests.distributed.one_of_two import OneOfTwo

@@ -17,11 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from teachllm import LLM, SamplingParams
-from teachllm.quantization import rounding
-from teachllm.quantization.formats import awq, compressed_tensors, gptq
+from teachllm.layers.weights.quantized_weights import Activations, GroupedWeight, Quantized, ScaledWeight
+from teachllm.quantization.formats import awq, compressed_tensors, gptq, rounding
 from teachllm.quantization.formats.fp4 import Fp4
-from teachllm.quantization.layer_schemes import Quantization, config_of, of_config
-from teachllm.quantization.quantized_weights import Activations, GroupedWeight, Quantized, ScaledWeight
+from teachllm.quantization.formats.layer_schemes import Quantization, config_of, of_config
 from tests.thorough import times
 
 E4M3 = torch.float8_e4m3fn

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from teachllm.quantization.quantized_weights import BLOCK, Activations
+from teachllm.layers.weights.quantized_weights import BLOCK, Activations
 from tests.engine.reference import MAX_GAP, MAX_LOGPROB_ERROR, Reference, reference
 from tests.engine.test_lossless_settings import PROMPTS
 from tests.quantization.format_checkpoints import FORMATS, write_checkpoint

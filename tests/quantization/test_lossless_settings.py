@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm.quantization.quantized_weights import BLOCK, Activations, ScaledWeight
-from teachllm.quantization.scaled_weight import CPUScaledWeight
+from teachllm.layers.weights.cpu_scaled_weight import CPUScaledWeight
+from teachllm.layers.weights.quantized_weights import BLOCK, Activations, ScaledWeight
 from tests.engine.quantized_reference import QuantizedReference, float64_allowed, logprobs_of
 from tests.engine.reference import reference
 from tests.engine.test_lossless_settings import ANYTHING, check

@@ -17,10 +17,10 @@ import torch
 
 from teachllm.checkpoint.files import EMBEDDED_MODEL, find_folder
 from teachllm.errors import ModelError
-from teachllm.quantization import rounding
+from teachllm.layers.weights.quantized_weights import GroupedWeight
 from teachllm.quantization.algorithms.recipe import Recipe
 from teachllm.quantization.algorithms.write import Made, write_checkpoint
-from teachllm.quantization.quantized_weights import GroupedWeight
+from teachllm.quantization.formats import rounding
 from teachllm_lessons.exercise import Exercise, Wrong, require
 from teachllm_lessons.faults import ROOT
 from teachllm_lessons.helpers.lesson_11_losses import loss

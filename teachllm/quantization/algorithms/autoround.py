@@ -19,9 +19,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from teachllm.layers.weights.quantized_weights import GroupedWeight
 from teachllm.quantization.algorithms.grid import Grid
-from teachllm.quantization.quantized_weights import GroupedWeight
-from teachllm.quantization.rounding import smallest_scale
+from teachllm.quantization.formats.rounding import smallest_scale
 
 
 @dataclass

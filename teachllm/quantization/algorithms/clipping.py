@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from teachllm.layers.weights.quantized_weights import GroupedWeight
 from teachllm.quantization.algorithms.grid import Grid
-from teachllm.quantization.quantized_weights import GroupedWeight
 
 NUM_RANGES = 20  # to try
 NARROWEST = 0.5  # of the whole range

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 
 import torch
 
+from teachllm.layers.weights.quantized_weights import GroupedWeight
 from teachllm.quantization.algorithms.grid import Grid
-from teachllm.quantization.quantized_weights import GroupedWeight
 
 _MOST_DAMPING = 1.0
 

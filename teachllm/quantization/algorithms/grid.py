@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from teachllm.quantization import rounding
-from teachllm.quantization.quantized_weights import GroupedWeight
+from teachllm.layers.weights.quantized_weights import GroupedWeight
+from teachllm.quantization.formats import rounding
 
 
 @dataclass(frozen=True)

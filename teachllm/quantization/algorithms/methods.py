@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from teachllm.errors import ModelError
-from teachllm.quantization import rounding
+from teachllm.layers.weights.quantized_weights import GroupedWeight, Quantized
 from teachllm.quantization.algorithms import autoround, folding
 from teachllm.quantization.algorithms.awq import best_scales
 from teachllm.quantization.algorithms.blocks import DecoderBlock
@@ -27,7 +27,7 @@ from teachllm.quantization.algorithms.folding import LayerGroup
 from teachllm.quantization.algorithms.gptq import gptq
 from teachllm.quantization.algorithms.recipe import EIGHT_BIT, Recipe
 from teachllm.quantization.algorithms.smoothquant import smoothing_scales
-from teachllm.quantization.quantized_weights import GroupedWeight, Quantized
+from teachllm.quantization.formats import rounding
 
 QuantizedWeights = dict[str, Quantized]
 OVERFLOW = (

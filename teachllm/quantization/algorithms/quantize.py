@@ -15,13 +15,13 @@ import torch
 
 from teachllm.checkpoint.files import find_folder, quantization_config, read_json, stored_tensors
 from teachllm.errors import ModelError
+from teachllm.layers.weights.quantized_weights import GroupedWeight, Quantized, ScaledWeight
 from teachllm.models.registry import DENSE, architecture_of
 from teachllm.quantization.algorithms import blocks, folding, methods, write
 from teachllm.quantization.algorithms.blocks import DecoderBlock
 from teachllm.quantization.algorithms.recipe import Recipe
 from teachllm.quantization.algorithms.texts import calibration_rows, read_tokenizer
 from teachllm.quantization.algorithms.write import Made
-from teachllm.quantization.quantized_weights import GroupedWeight, Quantized, ScaledWeight
 
 Progress = Callable[[int, int], None]
 

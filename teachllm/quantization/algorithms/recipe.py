@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from teachllm.layers.weights.scheme import Scheme
 from teachllm.quantization.algorithms.grid import Grid
 from teachllm.quantization.algorithms.texts import CALIBRATION_TEXT
 from teachllm.quantization.formats.awq import Awq
 from teachllm.quantization.formats.compressed_tensors import Packed
 from teachllm.quantization.formats.gptq import Gptq
-from teachllm.quantization.formats.scheme import Scheme
 
 EIGHT_BIT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _OF_GRID = ("bits", "group_size", "is_symmetric")

@@ -17,10 +17,10 @@ import torch
 
 from teachllm import __version__
 from teachllm.checkpoint.files import read_json, stored_tensors
+from teachllm.layers.weights.quantized_weights import Quantized, ScaledWeight
 from teachllm.quantization.algorithms.blocks import STORED_DTYPES, renamed
 from teachllm.quantization.algorithms.recipe import EIGHT_BIT, Recipe
 from teachllm.quantization.formats import awq, compressed_tensors, gptq
-from teachllm.quantization.quantized_weights import Quantized, ScaledWeight
 
 MAX_SHARD_BYTES = 4 << 30
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")

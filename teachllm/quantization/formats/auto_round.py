@@ -16,11 +16,12 @@ from typing import Any
 
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
+from teachllm.layers.weights.scheme import Scheme
 from teachllm.quantization.formats.awq import BITS as BITS_OF_AWQ
 from teachllm.quantization.formats.awq import Awq
 from teachllm.quantization.formats.compressed_tensors import parse as parse_compressed_tensors
 from teachllm.quantization.formats.gptq import Gptq, checked_bits
-from teachllm.quantization.formats.scheme import Scheme, matches
+from teachllm.quantization.formats.name_patterns import matches
 
 _SPECIAL = set(r"*+?^$()[]{}|\\")  # a name with one of these is a pattern
 _AS_GPTQ = ("auto_round:auto_gptq", "auto_round:gptq", "auto")

@@ -17,11 +17,11 @@ import torch
 
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.quantization import rounding
+from teachllm.layers.weights.quantized_weights import GroupedWeight
+from teachllm.layers.weights.scheme import FLOATS, Scheme, Stored
+from teachllm.quantization.formats import rounding
 from teachllm.quantization.formats.gptq import LEAVE_OUT, check_sizes, checked_bits, grouped_bytes, num_groups
 from teachllm.quantization.formats.packing import pack, unpack
-from teachllm.quantization.formats.scheme import FLOATS, Scheme, Stored
-from teachllm.quantization.quantized_weights import GroupedWeight
 
 BITS = (4,)
 _PER_WORD = 8

@@ -21,13 +21,15 @@ import torch
 
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.quantization import rounding
+from teachllm.layers.weights.quantized_weight_loader import NOT_THIS_FILE
+from teachllm.layers.weights.quantized_weights import BLOCK, Activations, GroupedWeight, ScaledWeight
+from teachllm.layers.weights.scheme import FLOATS, Scheme, Stored
+from teachllm.quantization.formats import rounding
 from teachllm.quantization.formats.fp4 import Fp4
 from teachllm.quantization.formats.gptq import BITS, check_sizes, grouped_bytes, num_groups, unless_sorted
-from teachllm.quantization.formats.packing import WORD, pack, unpack
+from teachllm.quantization.formats.name_patterns import matches
+from teachllm.quantization.formats.packing import INTS, WORD, pack, unpack
 from teachllm.quantization.formats.scaled import Scaled
-from teachllm.quantization.formats.scheme import FLOATS, INTS, NOT_THIS_FILE, Scheme, Stored, matches
-from teachllm.quantization.quantized_weights import BLOCK, Activations, GroupedWeight, ScaledWeight
 
 _SUPPORTED = (
     "pack-quantized int4 or int8 by group or channel, int-quantized or float-quantized by tensor, channel or block, "

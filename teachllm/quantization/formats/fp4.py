@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
+from teachllm.layers.weights.quantized_weights import GroupedWeight
+from teachllm.layers.weights.scheme import FLOATS, Stored
 from teachllm.quantization.formats.gptq import LEAVE_OUT
+from teachllm.quantization.formats.rounding import E4M3_MAX
 from teachllm.quantization.formats.scaled import power_of_two
-from teachllm.quantization.formats.scheme import FLOATS, Stored
-from teachllm.quantization.quantized_weights import GroupedWeight
-from teachllm.quantization.rounding import E4M3_MAX
 from teachllm_kernels.linear.packed.packed_weight import E2M1
 
 _BYTES = (torch.uint8,)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Container
 import torch
 
 from teachllm.checkpoint.json_values import JsonObject
+from teachllm.layers.weights.quantized_weights import BLOCK, Activations
+from teachllm.layers.weights.scheme import Scheme
 from teachllm.quantization.formats.scaled import Scaled
-from teachllm.quantization.formats.scheme import Scheme
-from teachllm.quantization.quantized_weights import BLOCK, Activations
 
 
 def parse(config: JsonObject, names: Container[str] | None) -> Callable[[str], Scheme | None]:

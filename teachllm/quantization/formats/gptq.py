@@ -21,10 +21,11 @@ import torch
 
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.quantization import rounding
-from teachllm.quantization.formats.packing import WORD, pack, unpack
-from teachllm.quantization.formats.scheme import FLOATS, INTS, Scheme, Stored, matches
-from teachllm.quantization.quantized_weights import GroupedWeight, fits_kernels
+from teachllm.layers.weights.quantized_weights import GroupedWeight, fits_kernels
+from teachllm.layers.weights.scheme import FLOATS, Scheme, Stored
+from teachllm.quantization.formats import rounding
+from teachllm.quantization.formats.name_patterns import matches
+from teachllm.quantization.formats.packing import INTS, WORD, pack, unpack
 
 BITS = (4, 8)
 LAYOUTS = {"gptq": 1, "gptq_v2": 0}  # what is taken from a zero before it is stored

@@ -12,10 +12,10 @@ import torch
 
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
+from teachllm.layers.weights.quantized_weights import Activations
+from teachllm.layers.weights.scheme import Scheme
 from teachllm.quantization.formats.fp4 import Fp4
 from teachllm.quantization.formats.scaled import Scaled
-from teachllm.quantization.formats.scheme import Scheme
-from teachllm.quantization.quantized_weights import Activations
 
 _E4M3 = torch.float8_e4m3fn
 _SCHEMES: dict[str, Scheme] = {

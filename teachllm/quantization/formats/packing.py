@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 WORD = 32
+INTS = (torch.int32,)  # words that quantized values are packed into
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from teachllm.quantization import rounding
-from teachllm.quantization.formats.scheme import FLOATS, Stored
-from teachllm.quantization.quantized_weights import BLOCK, Activations, ScaledWeight
+from teachllm.layers.weights.quantized_weights import BLOCK, Activations, ScaledWeight
+from teachllm.layers.weights.scheme import FLOATS, Stored
+from teachllm.quantization.formats import rounding
 
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)  # powers of two
 

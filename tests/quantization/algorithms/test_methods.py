@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from teachllm.layers.weights.quantized_weights import GroupedWeight
 from teachllm.quantization.algorithms import autoround
 from teachllm.quantization.algorithms.awq import best_scales
 from teachllm.quantization.algorithms.clipping import clipped
 from teachllm.quantization.algorithms.gptq import blocks_of_columns, gptq, inverse_factor
 from teachllm.quantization.algorithms.grid import Grid
 from teachllm.quantization.algorithms.smoothquant import smoothing_scales
-from teachllm.quantization.quantized_weights import GroupedWeight
 from teachllm_kernels.linear.scaled.quantize_rows import quantize_rows
 from tests.thorough import times
 

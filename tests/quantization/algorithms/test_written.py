@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from teachllm import LLM
 from teachllm.checkpoint.files import stored_tensors
+from teachllm.layers.weights.quantized_weight_loader import QuantizedWeightLoader
+from teachllm.layers.weights.quantized_weights import GroupedWeight, ScaledWeight
 from teachllm.quantization.algorithms import compare, folding, methods, write
 from teachllm.quantization.algorithms.grid import Grid
 from teachllm.quantization.algorithms.quantize import quantize_model, quantize_weights
@@ -25,9 +27,7 @@ from teachllm.quantization.algorithms.recipe import EIGHT_BIT, Recipe
 from teachllm.quantization.algorithms.texts import calibration_rows
 from teachllm.quantization.algorithms.write import Made
 from teachllm.quantization.formats.gptq import Gptq
-from teachllm.quantization.formats.scheme import QuantizedWeightLoader
-from teachllm.quantization.layer_schemes import config_of, of_config
-from teachllm.quantization.quantized_weights import GroupedWeight, ScaledWeight
+from teachllm.quantization.formats.layer_schemes import config_of, of_config
 from teachllm_kernels.linear.scaled.quantize_rows import quantize_rows
 from tests.checkpoints import make_checkpoint
 from tests.quantization.algorithms.conftest import CONVERSATIONS, MLP_WIDTH

@@ -17,12 +17,13 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
+from teachllm.layers.weights.cpu_scaled_weight import CPUScaledWeight
+from teachllm.layers.weights.quantized_weight_loader import QuantizedWeightLoader
+from teachllm.layers.weights.quantized_weights import Activations
 from teachllm.loading.loader import load_model
 from teachllm.models.model_config import load_model_config
-from teachllm.quantization import rounding
-from teachllm.quantization.formats.scheme import OnTheFly, QuantizedWeightLoader
-from teachllm.quantization.quantized_weights import Activations
-from teachllm.quantization.scaled_weight import CPUScaledWeight
+from teachllm.quantization.formats import rounding
+from teachllm.quantization.formats.on_the_fly import OnTheFly
 from tests.quantization.format_checkpoints import (
     FORMATS,
     RENAMED,

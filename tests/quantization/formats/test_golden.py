@@ -13,10 +13,10 @@ import torch
 from safetensors import safe_open
 
 from teachllm.errors import ModelError
+from teachllm.layers.weights.quantized_weight_loader import QuantizedWeightLoader
+from teachllm.layers.weights.quantized_weights import Activations, ScaledWeight
+from teachllm.quantization.formats.layer_schemes import quantization_of
 from teachllm.quantization.formats.scaled import Scaled
-from teachllm.quantization.formats.scheme import QuantizedWeightLoader
-from teachllm.quantization.layer_schemes import quantization_of
-from teachllm.quantization.quantized_weights import Activations, ScaledWeight
 from tests.quantization.format_checkpoints import quantization
 
 GOLDEN = Path(__file__).parent / "golden"

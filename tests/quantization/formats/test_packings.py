@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm.quantization.formats.scheme import QuantizedWeightLoader
-from teachllm.quantization.quantized_weights import GroupedWeight, ScaledWeight
+from teachllm.layers.weights.quantized_weight_loader import QuantizedWeightLoader
+from teachllm.layers.weights.quantized_weights import GroupedWeight, ScaledWeight
 from tests.quantization.format_checkpoints import E4M3, FORMATS, quantization
 from tests.thorough import times
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from teachllm.errors import ModelError
-from teachllm.quantization import rounding
+from teachllm.quantization.formats import rounding
 from tests.quantization.format_checkpoints import (
     FORMATS,
     Format,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from teachllm.layers import attention
-from teachllm.quantization import gpu_scaled_weight
+from teachllm.layers.weights import gpu_scaled_weight
 from teachllm.worker.gpu import memory_needs
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm_kernels import _triton, rms_norm, silu_and_mul

@@ -12,16 +12,16 @@ import torch
 from teachllm import EngineConfig
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.layers.attention_backends.triton import TritonBackend
-from teachllm.layers.dense_weight import DenseWeight
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Linear
 from teachllm.layers.moe import Experts
+from teachllm.layers.weights.dense_weight import DenseWeight
+from teachllm.layers.weights.scheme import UNQUANTIZED
 from teachllm.loading.loader import finish, new_module
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig, load_model_config
-from teachllm.quantization.formats.scheme import UNQUANTIZED
-from teachllm.quantization.layer_schemes import on_the_fly
+from teachllm.quantization.formats.layer_schemes import on_the_fly
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.gpu.attention_inputs import GPUAttention

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from teachllm.layers.dense_weight import DenseWeight
-from teachllm.layers.weight import Weight
-from teachllm.quantization.gpu_grouped_weight import GPUGroupedWeight
-from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
-from teachllm.quantization.quantized_weights import BLOCK, Activations, GroupedWeight, Quantized, fits_kernels
-from teachllm.quantization.scaled_weight import CPUScaledWeight
+from teachllm.layers.weights.base import Weight
+from teachllm.layers.weights.cpu_scaled_weight import CPUScaledWeight
+from teachllm.layers.weights.dense_weight import DenseWeight
+from teachllm.layers.weights.gpu_grouped_weight import GPUGroupedWeight
+from teachllm.layers.weights.gpu_scaled_weight import GPUScaledWeight
+from teachllm.layers.weights.quantized_weights import BLOCK, Activations, GroupedWeight, Quantized, fits_kernels
 
 
 def weight_of(quantized: Quantized | torch.Tensor, dtype: torch.dtype, is_gated: bool = False) -> Weight:

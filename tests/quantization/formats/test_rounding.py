@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from teachllm.quantization import rounding
+from teachllm.quantization.formats import rounding
 from teachllm_lessons.helpers.lesson_11 import QUANTIZE
 
 

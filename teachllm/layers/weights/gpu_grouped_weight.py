@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from teachllm.layers.norm import RMSNorm
-from teachllm.quantization.quantized_weights import GroupedWeight
+from teachllm.layers.weights.quantized_weights import GroupedWeight
 from teachllm_kernels.linear import hopper_gated_linear, hopper_linear
 from teachllm_kernels.linear.dense_gemm import linear_reference
 from teachllm_kernels.linear.packed.dequantize import dequantize_triton

@@ -1,26 +1,19 @@
-"""Define schemes (lesson 11): what a format stores of a projection, and how that becomes a quantized weight.
+"""Collect the tensors of a quantized projection as they are read, until its quantized weight is complete.
 
-A scheme is one projection's: in a checkpoint some layers have 4 bits, some 8, some none. It names the tensors that a
-file holds (`stored`), turns them into a quantized weight (`read`), and can quantize a float weight itself (`quantize`),
-which is how an unquantized checkpoint is quantized while it is loaded.
+A projection's weight lies in several tensors, which come in any order. Each has a `Slot` that checks it against the
+scheme; the last one completes the weight. Errors name the projection or the tensor.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 
-from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.quantization.quantized_weights import Quantized, part_of
+from teachllm.layers.weights.quantized_weights import Quantized, part_of
+from teachllm.layers.weights.scheme import Scheme, Stored
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-WEIGHT_FLOATS = (*FLOATS, torch.float64)  # of what is not quantized: it gets the model's dtype as it is read
-INTS = (torch.int32,)  # words that quantized values are packed into
 ALL_OF_IT = slice(None)
 NOT_THIS_FILE = (
     "config.json is not this file's: correct its quantization_config (quant_method, bits, group_size) or its sizes, or "
@@ -30,104 +23,6 @@ NOT_READ = (
     "quantized weights without their scales, or not those of quantization_config in config.json: take a complete "
     "checkpoint, or correct it"
 )
-
-
-def matches(pattern: str, name: str, values: JsonObject, key: str, anywhere: bool = False) -> bool:
-    """Return whether a projection's name matches a regular expression, from its beginning on.
-
-    Args:
-        values, key: where it was found.
-        anywhere: it may match at any place of the name.
-
-    Raises:
-        ModelError: it is none.
-    """
-    try:
-        return (re.search if anywhere else re.match)(pattern, name) is not None
-    except re.error as error:
-        raise values.refusal(key, f"under a regular expression, and {pattern!r} is none ({error})") from error
-
-
-class Stored(NamedTuple):
-    """Describe a tensor of a projection in a file.
-
-    Attributes:
-        shape: -1 is any size.
-        dtypes: it may have.
-        is_optional: files without it mean something by that.
-        others: other shapes of the same values in the same order.
-    """
-
-    shape: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
-    is_optional: bool = False
-    others: tuple[tuple[int, ...], ...] = ()
-
-
-class Scheme(Protocol):
-    """Define how a format stores a projection [out_features, in_features]. Equal schemes read alike.
-
-    `str` of it is for errors: the format, and those of its settings that decide on shapes.
-    """
-
-    def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
-        """Return its tensors, by the last part of their names.
-
-        Raises:
-            ValueError: such a projection cannot be quantized so; "why: what would do".
-        """
-        ...
-
-    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> Quantized:
-        """Return the quantized weight, from the tensors in `stored`; optional ones may be missing.
-
-        Raises:
-            ValueError: the tensors contradict each other.
-        """
-        ...
-
-    def quantize(self, weight: torch.Tensor) -> Quantized:
-        """Quantize a float weight [out_features, in_features] by round to nearest.
-
-        Raises:
-            ValueError: the scheme cannot, or such a projection cannot.
-        """
-        ...
-
-    def num_bytes(self, out_features: int, in_features: int) -> int:
-        """Return the bytes that the quantized weight takes in GPU memory."""
-        ...
-
-
-@dataclass(frozen=True)
-class Schemes:
-    """Describe how the projections below a module are quantized.
-
-    Attributes:
-        of: the scheme of a projection, by its whole name; None: it is not quantized.
-        prefix: the module's name.
-    """
-
-    of: Callable[[str], Scheme | None]
-    prefix: str = ""
-
-    def within(self, name: str) -> Schemes:
-        """Return the schemes of a submodule."""
-        return Schemes(self.of, self.full_name(name))
-
-    def full_name(self, name: str) -> str:
-        """Return the full name of a projection or submodule."""
-        return f"{self.prefix}.{name}" if self.prefix else name
-
-    def __call__(self, name: str) -> Scheme | None:
-        return self.of(self.full_name(name))
-
-
-def unquantized(name: str) -> None:
-    """Return None, the scheme of every projection of an unquantized checkpoint."""
-
-
-UNQUANTIZED = Schemes(unquantized)
 
 
 class Slot:
@@ -188,8 +83,8 @@ def why_unknown(name: str, formats: Mapping[str, str]) -> str:
     return f"which {formats[module]} does not have: {NOT_THIS_FILE}" if formats[module] else NOT_READ
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    return len(shape) == len(wanted) and all(w in (-1, s) for s, w in zip(shape, wanted, strict=True))
+def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    return len(shape) == len(expected) and all(want in (-1, size) for size, want in zip(shape, expected, strict=True))
 
 
 class QuantizedWeightLoader:
@@ -299,38 +194,3 @@ class QuantizedWeightLoader:
     def _own(self, quantized: Quantized) -> Quantized:
         """Return the part of a whole projection that is kept."""
         return quantized if self._own_shape == self._shape else part_of(quantized, *self._cut)
-
-
-@dataclass(frozen=True)
-class OnTheFly:
-    """Quantize an unquantized checkpoint as it is loaded.
-
-    Attributes:
-        of_size: a projection's scheme, by its inputs.
-    """
-
-    of_size: Callable[[int], Scheme]
-
-    def __str__(self) -> str:
-        return "unquantized weights"
-
-    def stored(self, out_features: int, in_features: int) -> dict[str, Stored]:
-        """Implement `Scheme.stored`."""
-        try:
-            self.of_size(in_features).stored(out_features, in_features)  # refuses sizes that it cannot take
-        except ValueError as error:
-            what = str(error).partition(":")[0]
-            raise ValueError(f"{what}: set quantization='int8', which takes any size") from None
-        return {"weight": Stored((out_features, in_features), WEIGHT_FLOATS)}
-
-    def read(self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int) -> Quantized:
-        """Implement `Scheme.read`."""
-        return self.quantize(tensors["weight"])
-
-    def quantize(self, weight: torch.Tensor) -> Quantized:
-        """Implement `Scheme.quantize`."""
-        return self.of_size(weight.shape[1]).quantize(weight)
-
-    def num_bytes(self, out_features: int, in_features: int) -> int:
-        """Implement `Scheme.num_bytes`."""
-        return self.of_size(in_features).num_bytes(out_features, in_features)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from teachllm.layers.norm import RMSNorm
-from teachllm.quantization import rounding
-from teachllm.quantization.execution_weights import as_groups
+from teachllm.layers.weights.execution_weights import as_groups
+from teachllm.layers.weights.gpu_grouped_weight import GPUGroupedWeight
+from teachllm.layers.weights.gpu_scaled_weight import GPUScaledWeight
+from teachllm.layers.weights.quantized_weights import Activations, GroupedWeight, ScaledWeight
+from teachllm.quantization.formats import rounding
 from teachllm.quantization.formats.fp4 import Fp4
-from teachllm.quantization.gpu_grouped_weight import GPUGroupedWeight
-from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
-from teachllm.quantization.quantized_weights import Activations, GroupedWeight, ScaledWeight
 from teachllm_kernels.linear.packed import packed_gemv
 from teachllm_kernels.linear.scaled import scaled_gemv, scaled_linear
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows, quantize_rows_reference

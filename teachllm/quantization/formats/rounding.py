@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from teachllm.quantization.quantized_weights import BLOCK, Activations, GroupedWeight, ScaledWeight
+from teachllm.layers.weights.quantized_weights import BLOCK, Activations, GroupedWeight, ScaledWeight
 
 E4M3_MAX = 448.0
 _TINY = 1e-10  # a group of zeros has a scale, too

@@ -15,11 +15,12 @@ import torch
 from teachllm.checkpoint.files import quantization_config
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
+from teachllm.layers.weights.quantized_weights import Activations
+from teachllm.layers.weights.scheme import UNQUANTIZED, Scheme, Schemes
 from teachllm.quantization.formats import auto_round, awq, compressed_tensors, fp8, gptq, modelopt
 from teachllm.quantization.formats.compressed_tensors import Packed
+from teachllm.quantization.formats.on_the_fly import OnTheFly
 from teachllm.quantization.formats.scaled import Scaled
-from teachllm.quantization.formats.scheme import UNQUANTIZED, OnTheFly, Scheme, Schemes
-from teachllm.quantization.quantized_weights import Activations
 
 Parse = Callable[[JsonObject, Container[str] | None], Callable[[str], Scheme | None]]
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from teachllm.layers.norm import RMSNorm
-from teachllm.quantization.quantized_weights import Activations, ScaledWeight
+from teachllm.layers.weights.quantized_weights import Activations, ScaledWeight
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows, quantize_rows
 from teachllm_kernels.silu_and_mul import silu_and_mul

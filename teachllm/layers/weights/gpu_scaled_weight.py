@@ -1,4 +1,4 @@
-"""An 8-bit weight on a GPU (see `scaled_weight.py`) picks the fastest kernel for the number of rows of x.
+"""An 8-bit weight on a GPU (see `cpu_scaled_weight.py`) picks the fastest kernel for the number of rows of x.
 
     up to 256 rows    Hopper's own kernel
     one row           on other GPUs a matrix-vector product that quantizes the row itself, fused with norm and residual
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from teachllm.layers.norm import InputQuantization, RMSNorm
-from teachllm.quantization.quantized_weights import BLOCK, Activations, ScaledWeight
+from teachllm.layers.weights.quantized_weights import BLOCK, Activations, ScaledWeight
 from teachllm_kernels.linear.hopper_linear import MAX_ROWS, has_hopper, hopper_scaled_linear
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows, quantize_rows

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from teachllm.layers.weights.gpu_scaled_weight import GPUScaledWeight
+from teachllm.layers.weights.quantized_weights import Activations
 from teachllm.loading import loader
-from teachllm.quantization import rounding
-from teachllm.quantization.gpu_scaled_weight import GPUScaledWeight
-from teachllm.quantization.quantized_weights import Activations
+from teachllm.quantization.formats import rounding
 from tests.kernels.rounding import round_as_a_gpu
-from tests.quantization.test_gpu_weights import (
+from tests.layers.weights.test_gpu_weights import (
     DEVICE,
     DTYPE,
     NUM_IN,

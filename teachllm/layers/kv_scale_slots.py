@@ -22,13 +22,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from teachllm.checkpoint.json_values import JsonObject
 from teachllm.distributed.shards import Shard
-from teachllm.quantization.formats.scheme import FLOATS, Slot, Stored
+from teachllm.layers.weights.quantized_weight_loader import Slot
+from teachllm.layers.weights.scheme import FLOATS, Stored
 
 _NAMES = ("{0}_{1}", "attn.{0}_{1}", "qkv_proj.{0}_{1}", "{0}_proj.{0}_{1}", "{0}_proj.output_{1}", "{0}_cache.{1}")
 _OF_BOTH, _OF_WEIGHTS = "kv_scale", ("prob_scale", "attn.prob_scale")
-_DTYPES = {"float": torch.float8_e4m3fn, "FP8": torch.float8_e4m3fn, "int": torch.int8, "INT8": torch.int8}
 
 Keep = Callable[[torch.Tensor], None]
 
@@ -78,21 +77,3 @@ def kv_scale_slots(num_kv_heads: int, shard: Shard, keep_k: Keep, keep_v: Keep) 
     unread = [name.format(which, "zero_point") for name in _NAMES for which in "qkv"]
     unread += [name.format("q", "scale") for name in _NAMES]
     yield from ((name, _Unread()) for name in (*unread, *_OF_WEIGHTS))
-
-
-def dtype_of_kv_scales(config: JsonObject | None) -> torch.dtype | None:
-    """Return the dtype of K and V that a checkpoint's scales are for; None: one that this engine lacks.
-
-    Args:
-        config: what the checkpoint says of its quantization, if it says anything.
-    """
-    if config is None:
-        return _DTYPES["float"]
-    if config.has("quantization"):
-        config = config.object("quantization")
-    usual = config.text("kv_cache_quant_algo", "float")
-    if config.has("kv_cache_scheme") and not config.is_object("kv_cache_scheme"):  # of fp8, by name
-        return None if config.text("kv_cache_scheme") == "dynamic" else _DTYPES.get(usual)
-    scheme = config.object("kv_cache_scheme")
-    is_supported = scheme.integer("num_bits", 8) == 8 and scheme.flag("symmetric", True)
-    return _DTYPES.get(scheme.text("type", usual)) if is_supported and not scheme.flag("dynamic", False) else None
