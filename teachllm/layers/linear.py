@@ -19,12 +19,13 @@ from torch import nn
 from teachllm.distributed.group import ALONE, Group
 from teachllm.distributed.shards import ALL, Shard, ShardDestination, shard_destination
 from teachllm.layers.norm import InputQuantization, RMSNorm
-from teachllm.layers.weights.base import SeveralWeights, Weight
+from teachllm.layers.weights.base import Weight
 from teachllm.layers.weights.dense_weight import DenseWeight
 from teachllm.layers.weights.execution_weights import weight_of
 from teachllm.layers.weights.quantized_weight_loader import QuantizedWeightLoader, Slot
 from teachllm.layers.weights.quantized_weights import merged
 from teachllm.layers.weights.scheme import UNQUANTIZED, Schemes
+from teachllm.layers.weights.several_weights import SeveralWeights
 from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
 

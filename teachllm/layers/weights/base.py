@@ -6,8 +6,7 @@ bits that tensor cores multiply. Each form knows its own kernels. A layer sees o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,77 +15,38 @@ from teachllm.layers.norm import InputQuantization, RMSNorm
 from teachllm_kernels.silu_and_mul import silu_and_mul
 
 
-class Weight(Protocol):
+class Weight(nn.Module):
     """Define W, [out, in], of a layer that computes x W^T + b. b: [out] or None.
 
-    x is [num_tokens, in]; or, where `input_quantization` says what, `QuantizedRows` of it.
+    x is [num_tokens, in]; or, where `input_quantization` says what, `QuantizedRows` of it. A form of weight implements
+    `product`. The other methods are made of it, and a form that has a faster kernel for one replaces that one.
 
     Attributes:
         num_out: rows of W.
         fuses_one_row: one row is multiplied the fastest by `one_row`; otherwise like several.
+        input_quantization: how a norm before this layer may quantize x; None: not at all.
     """
 
     num_out: int
-    fuses_one_row: bool
+    fuses_one_row: bool = False
+    input_quantization: InputQuantization | None = None
 
-    @property
-    def input_quantization(self) -> InputQuantization | None:
-        """Return how a norm before this layer may quantize x; None: not at all."""
-        ...
+    def __init__(self, num_out: int) -> None:
+        super().__init__()
+        self.num_out = num_out
 
     def product(self, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return x W^T + b, [num_tokens, out]."""
-        ...
+        """Return x W^T + b: [num_tokens, in] -> [num_tokens, out]."""
+        raise NotImplementedError
 
     def add_to_residual(
         self, residual: torch.Tensor, x: Any, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Implement `Linear.add_to_residual`."""
-        ...
+        """Multiply, and add to the residual or leave that to the next norm; see `Linear.add_to_residual`."""
+        return self.product(x, bias), residual
 
     def gated(self, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """Return silu(gate) * up, [num_tokens, out / 2], of a W whose upper half is gate and lower half up."""
-        ...
-
-    def one_row(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm: RMSNorm | None = None,
-        residual: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> torch.Tensor:
-        """Implement `Linear.one_row`; on a GPU only."""
-        ...
-
-
-class SeveralWeights(nn.Module):
-    """Stack weights of different forms: a checkpoint may leave some projections unquantized."""
-
-    def __init__(self, weights: Sequence[Weight]) -> None:
-        super().__init__()
-        self.weights = list(weights)
-        self.num_out = sum(weight.num_out for weight in weights)
-        self.fuses_one_row = all(weight.fuses_one_row for weight in weights)
-        for index, weight in enumerate(weights):
-            if isinstance(weight, nn.Module):
-                self.add_module(str(index), weight)
-
-    input_quantization = None
-
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Implement `Weight.product`."""
-        biases = self._apart(bias)
-        return torch.cat([weight.product(x, b) for weight, b in zip(self.weights, biases, strict=True)], dim=-1)
-
-    def add_to_residual(
-        self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Implement `Weight.add_to_residual`."""
-        return self.product(x, bias), residual
-
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Implement `Weight.gated`."""
         return silu_and_mul(self.product(x, bias))
 
     def one_row(
@@ -97,15 +57,7 @@ class SeveralWeights(nn.Module):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """Implement `Weight.one_row`."""
-        biases = self._apart(bias)
-        parts = [weight.one_row(x, b, norm) for weight, b in zip(self.weights, biases, strict=True)]
-        y = torch.cat(parts, dim=-1)
-        y = silu_and_mul(y) if gated else y
+        """Multiply one row, with the norm before and the residual after; see `Linear.one_row`."""
+        h = x if norm is None else norm(x)[0]
+        y = self.gated(h, bias) if gated else self.product(h, bias)
         return y if residual is None else residual + y
-
-    def _apart(self, bias: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-        """Return each weight's own bias."""
-        if bias is None:
-            return [None] * len(self.weights)
-        return bias.split([weight.num_out for weight in self.weights])

@@ -12,27 +12,21 @@ Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022; Dettmers et 
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from teachllm.layers.norm import RMSNorm
+from teachllm.layers.weights.base import Weight
 from teachllm.layers.weights.quantized_weights import Activations, ScaledWeight
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows, quantize_rows
-from teachllm_kernels.silu_and_mul import silu_and_mul
 
 
-class CPUScaledWeight(nn.Module):
-    """Multiplies x by an 8-bit weight on a CPU; its methods are those of `Weight`.
+class CPUScaledWeight(Weight):
+    """Multiply x by an 8-bit weight on a CPU.
 
     oneDNN multiplies the quantized values as floats, which hold them exactly.
     """
 
-    input_quantization = None
-    fuses_one_row = False
-
     def __init__(self, quantized: ScaledWeight, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.num_out = quantized.qweight.shape[0]
+        super().__init__(num_out=quantized.qweight.shape[0])
         self.activations, self.quantized_dtype = quantized.activations, quantized.qweight.dtype
         self.input_scale = quantized.input_scale
         # The weight stays quantized if all inputs of an output share a scale; otherwise it is dequantized.
@@ -51,29 +45,6 @@ class CPUScaledWeight(nn.Module):
             return self._multiply(rows.dequantize().to(self._dtype), bias).to(x.dtype)
         y = self._multiply(rows.values.to(self._dtype), None).float() * rows.scales * self.scales
         return (y if bias is None else y + bias).to(x.dtype)
-
-    def add_to_residual(
-        self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Multiply, and leave the addition to the residual to the next norm; see `Linear.add_to_residual`."""
-        return self.product(x, bias), residual
-
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return silu(gate) * up: [num_tokens, in] -> [num_tokens, out / 2]."""
-        return silu_and_mul(self.product(x, bias))
-
-    def one_row(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm: RMSNorm | None = None,
-        residual: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> torch.Tensor:
-        """Multiply one row, with the norm before and the residual after; see `Linear.one_row`."""
-        h = x if norm is None else norm(x)[0]
-        y = self.gated(h, bias) if gated else self.product(h, bias)
-        return y if residual is None else residual + y
 
     def _rows(self, x: torch.Tensor) -> QuantizedRows:
         """Quantize x."""

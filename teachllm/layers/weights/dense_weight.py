@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from teachllm.layers.norm import RMSNorm
+from teachllm.layers.weights.base import Weight
 from teachllm_kernels.linear import hopper_gated_linear, hopper_linear, skinny_gemm
 from teachllm_kernels.linear.batch_invariant_gemm import batch_invariant_gemm_triton
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
@@ -23,20 +24,18 @@ from teachllm_kernels.silu_and_mul import silu_and_mul
 _ADDS_ITSELF = 1024  # rows from which on the library's product adds to what it writes over; before, it splits K
 
 
-class DenseWeight(nn.Module):
-    """An unquantized weight [out, in] of the model's dtype. The methods are those of `Weight`.
+class DenseWeight(Weight):
+    """Hold an unquantized weight [out, in] of the model's dtype.
 
     Attributes:
         is_fixed: a row of y does not depend, by one bit, on how many others there are; on a GPU only.
     """
 
-    input_quantization = None
     fuses_one_row = True
 
     def __init__(self, data: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__(num_out=data.shape[0])
         self.weight = nn.Parameter(data, requires_grad=False)
-        self.num_out = data.shape[0]
         self.packed: torch.Tensor | None = None
         self.is_fixed = False
 

@@ -17,9 +17,9 @@ Source: Frantar et al., "MARLIN: Mixed-Precision Auto-Regressive Parallel Infere
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from teachllm.layers.norm import RMSNorm
+from teachllm.layers.weights.base import Weight
 from teachllm.layers.weights.quantized_weights import GroupedWeight
 from teachllm_kernels.linear import hopper_gated_linear, hopper_linear
 from teachllm_kernels.linear.dense_gemm import linear_reference
@@ -33,19 +33,17 @@ from teachllm_kernels.silu_and_mul import silu_and_mul
 _ADDS_ITSELF = 1024  # from this many rows on, the library adds to the residual in place; see `dense_weight.py`
 
 
-class GPUGroupedWeight(nn.Module):
-    """Multiplies x by a weight of 4 or 8 bits with GPU kernels; its methods are those of `Weight`.
+class GPUGroupedWeight(Weight):
+    """Multiply x by a weight of 4 or 8 bits with GPU kernels.
 
     Args:
         is_gated: the upper half of the weight is gate and the lower half is up, so silu(gate) is multiplied by up.
     """
 
-    input_quantization = None
     fuses_one_row = True
 
     def __init__(self, quantized: GroupedWeight, is_gated: bool) -> None:
-        super().__init__()
-        self.num_out = quantized.qweight.shape[0]
+        super().__init__(num_out=quantized.qweight.shape[0])
         self.order: torch.Tensor | None = None
         qweight = quantized.qweight
         if quantized.group_index is not None:

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from teachllm.layers.norm import InputQuantization, RMSNorm
+from teachllm.layers.weights.base import Weight
 from teachllm.layers.weights.quantized_weights import BLOCK, Activations, ScaledWeight
 from teachllm_kernels.linear.hopper_linear import MAX_ROWS, has_hopper, hopper_scaled_linear
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
@@ -28,14 +28,14 @@ from teachllm_kernels.linear.scaled.scaled_mm import fits_scaled_mm, scaled_mm
 _HAS_E4M3 = (8, 9)  # compute capability
 
 
-class GPUScaledWeight(nn.Module):
-    """Multiplies x by an 8-bit weight with GPU kernels; its methods are those of `Weight`."""
+class GPUScaledWeight(Weight):
+    """Multiply x by an 8-bit weight with GPU kernels."""
 
     def __init__(self, quantized: ScaledWeight, dtype: torch.dtype) -> None:
-        super().__init__()
+        num_out, num_in = quantized.qweight.shape
+        super().__init__(num_out)
         assert quantized.block in (None, (BLOCK, BLOCK))
         self.qweight, self.scales, self.dtype = quantized.qweight, quantized.scales.contiguous(), dtype
-        self.num_out, num_in = self.qweight.shape
         self.activations, self.input_scale = quantized.activations, quantized.input_scale
         has_e4m3 = torch.cuda.get_device_capability(self.qweight.device) >= _HAS_E4M3
         is_weight_only = self.activations is Activations.UNQUANTIZED
@@ -47,13 +47,9 @@ class GPUScaledWeight(nn.Module):
         fits = is_known and is_aligned and dtype.itemsize == 2
         self._on_hopper = fits and self.activations is not Activations.UNQUANTIZED and has_hopper(self.qweight.device)
         self.fuses_one_row = num_in % 16 == 0 and not self._on_hopper
-
-    @property
-    def input_quantization(self) -> InputQuantization | None:
-        """Return how the norm before this layer may quantize x; None: only the weight is quantized."""
-        if self.activations is Activations.UNQUANTIZED:
-            return None
-        return InputQuantization(self.qweight.dtype, self.input_scale, self.activations is Activations.BY_BLOCK)
+        if self.activations is not Activations.UNQUANTIZED:
+            by_block = self.activations is Activations.BY_BLOCK
+            self.input_quantization = InputQuantization(self.qweight.dtype, self.input_scale, by_block)
 
     def product(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x W^T + b: [num_tokens, in] -> [num_tokens, out]."""
@@ -84,8 +80,7 @@ class GPUScaledWeight(nn.Module):
     ) -> torch.Tensor:
         """Multiply one row, fused with the norm before and the residual after; see `Linear.one_row`."""
         if self.input_quantization is None:
-            y = self._product(x if norm is None else norm(x)[0], bias, gated)
-            return y if residual is None else residual + y
+            return super().one_row(x, bias, norm, residual, gated)
         prologue = None if norm is None else (norm.weight, norm.eps)
         return scaled_gemv_triton(x, self.qweight, self.scales, bias, prologue, residual, gated, self.input_scale)
 
