@@ -41,10 +41,10 @@ from teachllm_kernels.linear.hopper_gated_linear import FROM_ROWS, hopper_gated_
 from teachllm_kernels.linear.hopper_linear import hopper_scaled_linear  # noqa: E402
 from teachllm_kernels.linear.scaled import scaled_reference  # noqa: E402
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm  # noqa: E402
-from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows, quantize_rows_triton  # noqa: E402
 from teachllm_kernels.linear.scaled.scaled_gemv import scaled_gemv_triton  # noqa: E402
 from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, weight_only_triton  # noqa: E402
 from teachllm_kernels.linear.scaled.scaled_mm import scaled_mm  # noqa: E402
+from teachllm_kernels.quantize_rows import GROUP, QuantizedRows, quantize_rows_triton  # noqa: E402
 from teachllm_kernels.rms_norm import rms_norm_quantized_triton, rms_norm_triton  # noqa: E402
 from teachllm_kernels.silu_and_mul import (  # noqa: E402
     silu_and_mul,

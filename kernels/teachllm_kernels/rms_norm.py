@@ -20,7 +20,7 @@ import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
 from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce, sum_over_ranks
-from teachllm_kernels.linear.scaled.quantize_rows import GROUP, KEPT, QuantizedRows, empty_rows, store_row
+from teachllm_kernels.quantize_rows import GROUP, KEPT, QuantizedRows, empty_rows, store_row
 
 
 def rms_norm_reference(

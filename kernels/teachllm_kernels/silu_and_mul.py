@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
-from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows, empty_rows, store_row
+from teachllm_kernels.quantize_rows import GROUP, QuantizedRows, empty_rows, store_row
 
 _BLOCK = 1024
 

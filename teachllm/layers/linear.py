@@ -27,7 +27,7 @@ from teachllm.layers.weights.quantized_weights import merged
 from teachllm.layers.weights.scheme import UNQUANTIZED, Schemes
 from teachllm.layers.weights.several_weights import SeveralWeights
 from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
-from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
+from teachllm_kernels.quantize_rows import QuantizedRows
 
 Destination: TypeAlias = torch.Tensor | ShardDestination | Slot  # of a checkpoint's tensor
 Rows: TypeAlias = torch.Tensor | QuantizedRows

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
-from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
+from teachllm_kernels.quantize_rows import QuantizedRows
 from teachllm_kernels.rms_norm import (
     prepare_rms_norm,
     rms_norm_cpu,

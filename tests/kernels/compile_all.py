@@ -39,13 +39,13 @@ from teachllm_kernels.linear.packed.packed_gemv import packed_gemv_triton
 from teachllm_kernels.linear.packed.packed_linear import packed_linear_triton
 from teachllm_kernels.linear.packed.packed_weight import pack
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
-from teachllm_kernels.linear.scaled.quantize_rows import empty_rows, quantize_rows_triton
 from teachllm_kernels.linear.scaled.scaled_gemv import scaled_gemv_triton
 from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, weight_only_triton
 from teachllm_kernels.linear.scaled.scaled_mm import scaled_mm
 from teachllm_kernels.linear.skinny_gemm import skinny_gemm_triton
 from teachllm_kernels.moe.grouped_gemm import grouped_down_triton, grouped_gated_triton
 from teachllm_kernels.moe.moe_routing import combine_triton, group_triton, route_triton
+from teachllm_kernels.quantize_rows import empty_rows, quantize_rows_triton
 from teachllm_kernels.rms_norm import rms_norm_quantized_triton, rms_norm_triton
 from teachllm_kernels.sampling import random_sample
 from teachllm_kernels.sampling.random_sample import sample_triton

@@ -41,7 +41,7 @@ from teachllm_kernels.linear.scaled.hopper_blocks import (
     room_for_scales,
     sums_of_few_rows,
 )
-from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
+from teachllm_kernels.quantize_rows import QuantizedRows
 
 __all__ = ["MAX_ROWS", "cost", "has_hopper", "hopper_linear", "hopper_scaled_linear"]
 

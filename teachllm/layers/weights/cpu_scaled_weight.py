@@ -16,7 +16,7 @@ import torch
 from teachllm.layers.weights.base import Weight
 from teachllm.layers.weights.quantized_weights import Activations, ScaledWeight
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
-from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows, quantize_rows
+from teachllm_kernels.quantize_rows import QuantizedRows, quantize_rows
 
 
 class CPUScaledWeight(Weight):

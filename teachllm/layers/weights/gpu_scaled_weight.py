@@ -20,10 +20,10 @@ from teachllm.layers.weights.base import Weight
 from teachllm.layers.weights.quantized_weights import BLOCK, Activations, ScaledWeight
 from teachllm_kernels.linear.hopper_linear import MAX_ROWS, has_hopper, hopper_scaled_linear
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
-from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows, quantize_rows
 from teachllm_kernels.linear.scaled.scaled_gemv import scaled_gemv_triton
 from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, weight_only_triton
 from teachllm_kernels.linear.scaled.scaled_mm import fits_scaled_mm, scaled_mm
+from teachllm_kernels.quantize_rows import QuantizedRows, quantize_rows
 
 _HAS_E4M3 = (8, 9)  # compute capability
 

@@ -17,7 +17,7 @@ from teachllm.quantization.formats import rounding
 from teachllm.quantization.formats.fp4 import Fp4
 from teachllm_kernels.linear.packed import packed_gemv
 from teachllm_kernels.linear.scaled import scaled_gemv, scaled_linear
-from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows, quantize_rows_reference
+from teachllm_kernels.quantize_rows import QuantizedRows, quantize_rows_reference
 from teachllm_kernels.rms_norm import rms_norm_reference
 from tests.kernels.rounding import round_as_a_gpu
 from tests.thorough import THOROUGH, times

@@ -14,7 +14,7 @@ from teachllm.quantization.algorithms.clipping import clipped
 from teachllm.quantization.algorithms.gptq import blocks_of_columns, gptq, inverse_factor
 from teachllm.quantization.algorithms.grid import Grid
 from teachllm.quantization.algorithms.smoothquant import smoothing_scales
-from teachllm_kernels.linear.scaled.quantize_rows import quantize_rows
+from teachllm_kernels.quantize_rows import quantize_rows
 from tests.thorough import times
 
 NUM_OUT, NUM_IN, NUM_TOKENS = 24, 64, 400

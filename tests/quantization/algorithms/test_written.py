@@ -28,7 +28,7 @@ from teachllm.quantization.algorithms.texts import calibration_rows
 from teachllm.quantization.algorithms.write import Made
 from teachllm.quantization.formats.gptq import Gptq
 from teachllm.quantization.formats.layer_schemes import config_of, of_config
-from teachllm_kernels.linear.scaled.quantize_rows import quantize_rows
+from teachllm_kernels.quantize_rows import quantize_rows
 from tests.checkpoints import make_checkpoint
 from tests.quantization.algorithms.conftest import CONVERSATIONS, MLP_WIDTH
 from tests.thorough import THOROUGH, only_thorough, times

@@ -9,11 +9,11 @@ from teachllm.layers import attention
 from teachllm.layers.weights import gpu_scaled_weight
 from teachllm.worker.gpu import memory_needs
 from teachllm.worker.gpu.device_batch import DeviceBatch
-from teachllm_kernels import _triton, rms_norm, silu_and_mul
+from teachllm_kernels import _triton, quantize_rows, rms_norm, silu_and_mul
 from teachllm_kernels.attention import rope_kv_write
 from teachllm_kernels.linear import batch_invariant_gemm, hopper_gated_linear, hopper_linear
 from teachllm_kernels.linear.packed import dequantize
-from teachllm_kernels.linear.scaled import hopper_scaled_mm, quantize_rows
+from teachllm_kernels.linear.scaled import hopper_scaled_mm
 from teachllm_kernels.moe import grouped_gemm, moe_routing
 from tests.bench.h200_script import h200
 from tests.thorough import THOROUGH

@@ -24,8 +24,8 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gl, gluon, hopper
-from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows
 from teachllm_kernels.linear.scaled.scaled_reference import scale_kind
+from teachllm_kernels.quantize_rows import GROUP, QuantizedRows
 
 __all__ = [
     "COPIERS",

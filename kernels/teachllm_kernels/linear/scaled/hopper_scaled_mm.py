@@ -33,8 +33,8 @@ from teachllm_kernels.linear.scaled.hopper_blocks import (
     room_for_scales,
     sums_of_many_rows,
 )
-from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
 from teachllm_kernels.linear.scaled.scaled_reference import cost
+from teachllm_kernels.quantize_rows import QuantizedRows
 
 __all__ = ["cost", "hopper_scaled_mm"]
 

@@ -24,7 +24,8 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
-from teachllm_kernels.linear.scaled.quantize_rows import (
+from teachllm_kernels.linear.scaled.scaled_reference import cost, scale_kind, scaled_linear_reference
+from teachllm_kernels.quantize_rows import (
     GROUP,
     QuantizedRows,
     clamped,
@@ -32,7 +33,6 @@ from teachllm_kernels.linear.scaled.quantize_rows import (
     quantize_with_scale,
     scale_of,
 )
-from teachllm_kernels.linear.scaled.scaled_reference import cost, scale_kind, scaled_linear_reference
 from teachllm_kernels.rms_norm import rms_norm_reference
 
 __all__ = ["cost", "scaled_gemv_reference", "scaled_gemv_triton"]

@@ -18,8 +18,8 @@ import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
 from teachllm_kernels.attention.kv_quantization import dequantize_unscaled
-from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows
 from teachllm_kernels.linear.scaled.scaled_reference import cost, scale_kind
+from teachllm_kernels.quantize_rows import GROUP, QuantizedRows
 
 __all__ = ["cost", "scaled_linear_triton", "weight_only_triton"]
 

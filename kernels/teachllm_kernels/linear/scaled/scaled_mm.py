@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
-from teachllm_kernels.linear.scaled.quantize_rows import QuantizedRows
 from teachllm_kernels.linear.scaled.scaled_reference import cost, scale_kind
+from teachllm_kernels.quantize_rows import QuantizedRows
 from teachllm_kernels.silu_and_mul import silu_and_mul
 
 __all__ = ["cost", "fits_scaled_mm", "scaled_mm"]

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows
+from teachllm_kernels.quantize_rows import GROUP, QuantizedRows
 
 __all__ = ["Scales", "cost", "scale_kind", "scaled_linear_reference", "weight_only_reference"]
 

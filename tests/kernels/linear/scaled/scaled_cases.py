@@ -6,8 +6,8 @@ import torch
 
 from teachllm_kernels.linear.hopper_linear import hopper_scaled_linear
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
-from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows, quantize_rows_reference
 from teachllm_kernels.linear.scaled.scaled_reference import scaled_linear_reference
+from teachllm_kernels.quantize_rows import GROUP, QuantizedRows, quantize_rows_reference
 from tests.kernels.cases import DEVICE, ON_GPU
 
 QUANTIZED_DTYPES = [torch.float8_e4m3fn, torch.int8]

@@ -14,11 +14,11 @@ from teachllm_kernels.linear.hopper_tiling import STRIPE, result_columns, tiling
 from teachllm_kernels.linear.scaled import hopper_scaled_mm as many_rows
 from teachllm_kernels.linear.scaled import scaled_gemv, scaled_linear
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
-from teachllm_kernels.linear.scaled.quantize_rows import GROUP, QuantizedRows, quantize_rows_reference
 from teachllm_kernels.linear.scaled.scaled_gemv import scaled_gemv_reference, scaled_gemv_triton
 from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, weight_only_triton
 from teachllm_kernels.linear.scaled.scaled_mm import fits_scaled_mm, scaled_mm
 from teachllm_kernels.linear.scaled.scaled_reference import scale_kind, scaled_linear_reference, weight_only_reference
+from teachllm_kernels.quantize_rows import GROUP, QuantizedRows, quantize_rows_reference
 from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
 from tests.kernels.linear.scaled.scaled_cases import (
     KINDS,

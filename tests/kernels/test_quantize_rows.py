@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm_kernels.linear.scaled.quantize_rows import (
+from teachllm_kernels.quantize_rows import (
     GROUP,
     QuantizedRows,
     quantize_rows_reference,
