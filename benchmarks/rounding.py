@@ -25,9 +25,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "cli"), str(ROOT / 
 
 from h200 import provenance, script_parser  # noqa: E402
 
+from teachllm.bench import quantization_loss  # noqa: E402
 from teachllm.checkpoint.files import find_folder  # noqa: E402
 from teachllm.quantization import rounding  # noqa: E402
-from teachllm.quantization.algorithms import compare  # noqa: E402
 
 BITS = (8, 4, 3, 2)
 WHOLE = 0  # in place of a group size: one scale and zero for the matrix
@@ -50,16 +50,17 @@ def write_rounded(folder: Path, out: Path, bits: int, group_size: int) -> None:
 def measure(model: str, sizes: Sequence[int], text: Path | None) -> dict[str, Any]:
     """Return a model's perplexity, and what each rounding of it costs."""
     folder = find_folder(model)
-    documents = list({tuple(each.ids[each.first :]): each for each in compare.read(text, folder, 256)}.values())
+    every = quantization_loss.read(text, folder, 256)
+    documents = list({tuple(each.ids[each.first :]): each for each in every}.values())
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
-    decoding = compare.Decoding(1, 4, 2)
-    original, _ = compare.measure(folder, documents, decoding, **settings)
+    decoding = quantization_loss.Decoding(1, 4, 2)
+    original, _ = quantization_loss.measure(folder, documents, decoding, **settings)
     rows = []
     for bits, size in ((bits, size) for bits in BITS for size in (WHOLE, *sizes)):
         with tempfile.TemporaryDirectory() as out:
             write_rounded(folder, Path(out), bits, size)
-            scores, _ = compare.measure(Path(out), documents, decoding, **settings)
-        nats, error = compare.mean_and_error(compare.divergences(original, scores), scores.answers)
+            scores, _ = quantization_loss.measure(Path(out), documents, decoding, **settings)
+        nats, error = quantization_loss.mean_and_error(quantization_loss.divergences(original, scores), scores.answers)
         rows.append({"bits": bits, "group_size": size, "perplexity": scores.perplexity, "nats": nats, "error": error})
         print(f"{model}: {bits} bits, groups of {size or 'all'}: {nats:.5f} nats, {scores.perplexity:.4g}", flush=True)
     return {

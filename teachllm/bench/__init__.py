@@ -1,1 +1,1 @@
-"""Run the benchmark commands: workloads, the machine's ceilings, and the time no engine can beat."""
+"""Run the benchmark commands: workloads, the machine's ceilings, the time no engine can beat, a quantization's loss."""

@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from teachllm import __version__
-from teachllm.server.http import errors, openapi
+from teachllm.server import openapi
+from teachllm.server.http import errors
 from teachllm.server.http.body import read_request
 from teachllm.server.http.errors import ApiError
 from teachllm.server.http.middleware import AccessMiddleware
-from teachllm.server.http.openapi import body
 from teachllm.server.http.sse import EventStream, encode
 from teachllm.server.openai import response_schemas
 from teachllm.server.openai.chat import create_chat_completion
@@ -32,6 +32,7 @@ from teachllm.server.openai.protocol import (
     UnloadLoraRequest,
 )
 from teachllm.server.openai.tokenization import detokenize, tokenize
+from teachllm.server.openapi import body
 from teachllm.server.options import ServerOptions
 from teachllm.server.service import Service
 

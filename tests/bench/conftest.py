@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.quantization.algorithms.conftest import short as short
+
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection(monkeypatch) -> None:

@@ -18,7 +18,7 @@ from teachllm_cli.errors import one_line_errors
 from teachllm_cli.terminal import answers, notes
 
 if TYPE_CHECKING:
-    from teachllm.quantization.algorithms.compare import Compared
+    from teachllm.bench.quantization_loss import Compared
     from teachllm.quantization.algorithms.recipe import Recipe
 
 _METHODS = "int8, fp8, rtn (round to nearest), gptq, awq, autoround"
@@ -101,7 +101,7 @@ def quantize(
             _show(found, recipes, model)
             write_json(output_json, {"model": model, "found": [asdict(each) for each in found]})
             if plot is not None:
-                from teachllm.quantization.algorithms.plot import write_plot
+                from teachllm.bench.quantization_loss_plot import write_plot
 
                 write_plot(found, plot, f"{model}, quantized")
                 notes().print(f"The table as a picture: {plot}", markup=False, soft_wrap=True)
@@ -155,26 +155,26 @@ def _how_to_try(out: Path) -> str | None:
 def _compare(
     recipes: Sequence[Recipe], model: str, out: Path | None, text: Path | None, will_plot: bool, device: str
 ) -> tuple[list[Recipe], list[Compared]]:
-    from teachllm.quantization.algorithms import compare
-    from teachllm.quantization.algorithms import plot as picture
+    from teachllm.bench import quantization_loss
+    from teachllm.bench import quantization_loss_plot as picture
     from teachllm.quantization.algorithms.quantize import check
     from teachllm.quantization.algorithms.write import check_empty, make_folder
 
     if will_plot:  # all that can be refused is, before the long work
         picture.check_plotly()
     with _quiet():
-        documents = compare.read(text, model)
+        documents = quantization_loss.read(text, model)
         fitted = check(model, recipes, for_other_engines=None)
         if out is not None:
             for recipe in fitted:
                 check_empty(out / recipe.name)
             make_folder(out)
-        return fitted, compare.compare(_made(fitted, model, out, device), documents, device=device)
+        return fitted, quantization_loss.compare(_made(fitted, model, out, device), documents, device=device)
 
 
 def _made(recipes: Sequence[Recipe], model: str, out: Path | None, device: str) -> Iterator[tuple[str, str | Path]]:
     """(name, checkpoint): the original, and each that is made of it. Without `out` it is gone when the next comes."""
-    from teachllm.quantization.algorithms.compare import ORIGINAL
+    from teachllm.bench.quantization_loss import ORIGINAL
     from teachllm.quantization.algorithms.quantize import quantize_model
 
     with progress_bar(f"measuring {ORIGINAL}"):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from teachllm.bench import quantization_loss
 from teachllm.checkpoint.files import EMBEDDED_MODEL, find_folder
-from teachllm.quantization.algorithms import compare
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,18 @@ class Loss:
 
 @cache
 def _documents() -> Sequence[Any]:
-    every = compare.read(None, EMBEDDED_MODEL)
+    every = quantization_loss.read(None, EMBEDDED_MODEL)
     return list({tuple(each.ids[each.first :]): each for each in every}.values())  # each answer once: 99 of 504
 
 
-def _scores(model: str) -> compare.Scores:
+def _scores(model: str) -> quantization_loss.Scores:
     folder = find_folder(model)
-    return compare.measure(folder, _documents(), compare.Decoding(1, 4, 2), dtype="float32", device="cpu")[0]
+    few = quantization_loss.Decoding(1, 4, 2)
+    return quantization_loss.measure(folder, _documents(), few, dtype="float32", device="cpu")[0]
 
 
 @cache
-def _unquantized_scores() -> compare.Scores:
+def _unquantized_scores() -> quantization_loss.Scores:
     return _scores(EMBEDDED_MODEL)
 
 
@@ -48,7 +49,7 @@ def loss(model: str = EMBEDDED_MODEL) -> Loss:
     """Return perplexity of the held-out answers, and how far the probabilities of all tokens have moved."""
     plain = _unquantized_scores()
     found = plain if model == EMBEDDED_MODEL else _scores(model)
-    divergence, error = compare.mean_and_error(compare.divergences(plain, found), found.answers)
+    divergence, error = quantization_loss.mean_and_error(quantization_loss.divergences(plain, found), found.answers)
     return Loss(found.perplexity, divergence, error or 0.0)
 
 

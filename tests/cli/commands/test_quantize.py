@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from teachllm.bench import quantization_loss
+from teachllm.bench.quantization_loss import Compared
 from teachllm.checkpoint.files import find_folder
-from teachllm.quantization.algorithms import compare
-from teachllm.quantization.algorithms.compare import Compared
 from teachllm.quantization.algorithms.recipe import Recipe
 from teachllm_cli.commands.quantize import _show
 
@@ -34,14 +34,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path, Recipe]]:
         ]
 
     monkeypatch.setattr("teachllm.quantization.algorithms.quantize.quantize_model", quantize_model)
-    monkeypatch.setattr(compare, "compare", compared)
+    monkeypatch.setattr(quantization_loss, "compare", compared)
     return asked
 
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a table would be refused for is not looked for, and no text is read."""
-    monkeypatch.setattr(compare, "read", lambda text, model: [])
+    monkeypatch.setattr(quantization_loss, "read", lambda text, model: [])
     monkeypatch.setattr("teachllm.quantization.algorithms.quantize.check", lambda model, recipes, **_: list(recipes))
 
 
@@ -85,7 +85,7 @@ def test_a_table_shows_what_each_method_loses_and_wins(teachllm, made, unchecked
 def test_of_one_answer_no_standard_error_is_shown(teachllm, made, unchecked, monkeypatch, tmp_path) -> None:
     output = tmp_path / "table.json"
     lines = [Compared(name, 10**6, 1.5, None, 0.001, None, 1000.0) for name in ("original", "int8")]
-    monkeypatch.setattr(compare, "compare", lambda *arguments, **settings: lines)
+    monkeypatch.setattr(quantization_loss, "compare", lambda *arguments, **settings: lines)
     result = teachllm("quantize", "--compare", "--method", "int8", "--output-json", str(output))
     assert result.exit_code == 0, result.stderr
     assert "+0.00% " in result.stdout and "±" not in result.stdout
@@ -148,7 +148,7 @@ def test_a_table_is_shown_even_if_its_picture_cannot_be_drawn(teachllm, made, un
     def fail(*arguments: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("teachllm.quantization.algorithms.plot.write_plot", fail)
+    monkeypatch.setattr("teachllm.bench.quantization_loss_plot.write_plot", fail)
     files = ("--plot", str(tmp_path / "a.html"), "--output-json", str(tmp_path / "a.json"))
     result = teachllm("quantize", "--compare", "--method", "int8", *files)
     assert result.exit_code == 1 and "no space left" in result.stderr

@@ -8,9 +8,9 @@ from statistics import mean
 
 import pytest
 
+from teachllm.bench import quantization_loss
+from teachllm.bench.quantization_loss import Decoding, Scores, divergences
 from teachllm.checkpoint.files import EMBEDDED_MODEL, find_folder
-from teachllm.quantization.algorithms import compare
-from teachllm.quantization.algorithms.compare import Decoding, Scores, divergences
 from teachllm.quantization.algorithms.quantize import quantize_model
 from teachllm.quantization.algorithms.recipe import Recipe
 from tests.thorough import only_thorough
@@ -26,7 +26,7 @@ Measure = Callable[[Recipe | None], Scores]
 def scores(tmp_path_factory: pytest.TempPathFactory) -> Measure:
     """Of the embedded model; or of what a recipe makes of it, measured once."""
     original, folder = find_folder(EMBEDDED_MODEL), tmp_path_factory.mktemp("quantized")
-    text = compare.read(None, original)[::EVERY]
+    text = quantization_loss.read(None, original)[::EVERY]
     found: dict[Recipe | None, Scores] = {}
 
     def measure(recipe: Recipe | None) -> Scores:
@@ -34,7 +34,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> Measure:
             path: Path = original if recipe is None else folder / recipe.name
             if recipe is not None:
                 quantize_model(EMBEDDED_MODEL, path, recipe)
-            found[recipe], _ = compare.measure(path, text, Decoding(1, 4, 2), dtype="float32", device="cpu")
+            found[recipe], _ = quantization_loss.measure(path, text, Decoding(1, 4, 2), dtype="float32", device="cpu")
         return found[recipe]
 
     return measure

@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from teachllm import LLM
+from teachllm.bench import quantization_loss
 from teachllm.checkpoint.files import stored_tensors
 from teachllm.layers.weights.quantized_weight_loader import QuantizedWeightLoader
 from teachllm.layers.weights.quantized_weights import GroupedWeight, ScaledWeight
-from teachllm.quantization.algorithms import compare, folding, methods, write
+from teachllm.quantization.algorithms import folding, methods, write
 from teachllm.quantization.algorithms.grid import Grid
 from teachllm.quantization.algorithms.quantize import quantize_model, quantize_weights
 from teachllm.quantization.algorithms.recipe import EIGHT_BIT, Recipe
@@ -182,9 +183,9 @@ def test_the_engine_scores_a_text_as_transformers_does_with_the_dequantized_weig
 ) -> None:
     if not (THOROUGH or recipe.smoothquant):
         pytest.skip("of the usual recipes only one that scales inputs, and weights with them")
-    text = compare.read(CONVERSATIONS, short)[:3]
-    few = compare.Decoding(num_requests=1, prompt_len=4, output_len=2)
-    scores, tokens_per_s = compare.measure(written, text, few, dtype="float32", device="cpu")
+    text = quantization_loss.read(CONVERSATIONS, short)[:3]
+    few = quantization_loss.Decoding(num_requests=1, prompt_len=4, output_len=2)
+    scores, tokens_per_s = quantization_loss.measure(written, text, few, dtype="float32", device="cpu")
     assert tokens_per_s > 0
     expected, model = [], with_quantized(short, made)
     for document in text:

@@ -11,10 +11,10 @@ from statistics import mean
 
 import pytest
 
+from teachllm.bench import quantization_loss
+from teachllm.bench.quantization_loss import Compared, Decoding, Scores, divergences, mean_and_error
+from teachllm.bench.quantization_loss_plot import write_plot
 from teachllm.checkpoint.files import stored_tensors
-from teachllm.quantization.algorithms import compare
-from teachllm.quantization.algorithms.compare import Compared, Decoding, Scores, divergences, mean_and_error
-from teachllm.quantization.algorithms.plot import write_plot
 from tests.thorough import only_thorough
 
 
@@ -67,9 +67,9 @@ def test_tokens_that_only_one_list_has_count_as_one_event() -> None:
 def test_a_model_compared_with_itself_loses_nothing(short: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The KV cache holds keys and values of every token, so that they are computed once. " * 3)
-    first, second = compare.compare(
-        [(compare.ORIGINAL, short), ("again", short)],
-        compare.read(text, short, seq_len=24),
+    first, second = quantization_loss.compare(
+        [(quantization_loss.ORIGINAL, short), ("again", short)],
+        quantization_loss.read(text, short, seq_len=24),
         decoding=Decoding(2, 4, 3),
         device="cpu",
     )
@@ -88,7 +88,7 @@ def test_answers_of_the_same_tokens_are_one_whatever_was_asked(short: Path, tmp_
         for asked, answer in said
     ]
     text.write_text("\n".join(lines))
-    found, _ = compare.measure(short, compare.read(text, short), Decoding(1, 4, 2), device="cpu")
+    found, _ = quantization_loss.measure(short, quantization_loss.read(text, short), Decoding(1, 4, 2), device="cpu")
     assert list(dict.fromkeys(found.answers)) == [0, 1]
     assert found.answers.count(0) == 2 * found.answers.count(1)
     assert len(found.answers) == len(found.logprobs) == len(found.likeliest)
@@ -103,7 +103,9 @@ def test_a_file_that_no_tensor_is_read_from_does_not_count(short: Path, tmp_path
     shutil.copy(short / "model.safetensors", folder / "consolidated.safetensors")
     text = tmp_path / "text.txt"
     text.write_text("Keys and values of a token are kept.")
-    (found,) = compare.compare([("a", folder)], compare.read(text, folder), Decoding(1, 4, 2), device="cpu")
+    (found,) = quantization_loss.compare(
+        [("a", folder)], quantization_loss.read(text, folder), Decoding(1, 4, 2), device="cpu"
+    )
     assert found.num_bytes == (short / "model.safetensors").stat().st_size
 
 

@@ -1,11 +1,11 @@
-"""A picture of what `compare` found: loss against size, and against speed."""
+"""A picture of what `quantization_loss` found: loss against size, and against speed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from teachllm.quantization.algorithms.compare import Compared
+from teachllm.bench.quantization_loss import Compared
 
 _COLORS = ("#2563eb", "#0d9488", "#94a3b8", "#d97706", "#dc2626", "#7c3aed", "#db2777", "#65a30d")
 _LEAST = 1e-6  # nats; the original itself has no place on a logarithmic axis
