@@ -27,7 +27,7 @@ from h200 import provenance, script_parser  # noqa: E402
 
 from teachllm.bench import quantization_loss  # noqa: E402
 from teachllm.checkpoint.files import find_folder  # noqa: E402
-from teachllm.quantization import rounding  # noqa: E402
+from teachllm.quantization.formats import rounding  # noqa: E402
 
 BITS = (8, 4, 3, 2)
 WHOLE = 0  # in place of a group size: one scale and zero for the matrix
