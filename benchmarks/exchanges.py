@@ -88,7 +88,7 @@ class PyTorch:
 
 def measured(exchange: Callable[[], Any], group: ProcessGroup, device: torch.device) -> float:
     """Microseconds of one, in a graph; of the slowest rank."""
-    graphs: Graphs[Any] = Graphs(device)
+    graphs = Graphs(device)
 
     def chain() -> None:
         for _ in range(NUM_EXCHANGES):

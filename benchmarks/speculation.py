@@ -81,7 +81,7 @@ def per_token(llm: LLM, args: argparse.Namespace) -> float:
 def step_seconds(llm: LLM, args: argparse.Namespace) -> tuple[float, float]:
     """Device seconds of a decode, and tokens per step; medians and means of the last run."""
     core: Any = llm.engine.core
-    core.executor._runner.times_steps = True
+    core.executor._runner.observe(True)
     seconds: list[float] = []
     gained: list[int] = []
     update = core.scheduler.update
@@ -95,7 +95,7 @@ def step_seconds(llm: LLM, args: argparse.Namespace) -> tuple[float, float]:
     core.scheduler.update = noting
     timings(llm, 1, args.input_len, args.output_len, 1)
     core.scheduler.update = update
-    core.executor._runner.times_steps = False
+    core.executor._runner.observe(False)
     return statistics.median(seconds[len(seconds) // 2 :]), statistics.mean(gained)
 
 

@@ -68,7 +68,7 @@ def steps_of(path: Path, prompt_len: int, output_len: int, skipped: int, **setti
     lines.clear()
     traced = run(engine, "counted", prompt_len, output_len)
     engine.core.recorder = None
-    engine.core.executor._runner.times_steps = False  # type: ignore[attr-defined]
+    engine.core.executor._runner.observe(False)  # type: ignore[attr-defined]
     plain = run(engine, "untraced", prompt_len, output_len)
     engine.close()
     found = [event["roofline"] for event in map(json.loads, lines) if event["event"] == "step"]

@@ -48,7 +48,7 @@ def ceilings_of(config: EngineConfig) -> Ceilings:
     """
     from teachllm.engine.observability.ceilings import at_best
     from teachllm.models.model_config import load_model_config
-    from teachllm.worker.executor import select_device
+    from teachllm.worker.device import select_device
 
     device = select_device(config.device)
     return at_best(measure_ceilings(str(device), load_model_config(config, device.type).dtype))
@@ -67,7 +67,7 @@ def measure_ceilings(device: str = "auto", dtype: str = "auto", sizes: Sizes | N
     import torch
 
     from teachllm.engine.observability.ceilings import device_name, remember
-    from teachllm.worker.executor import select_device
+    from teachllm.worker.device import select_device
 
     where = select_device(device)
     on_gpu = where.type == "cuda"

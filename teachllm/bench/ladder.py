@@ -225,7 +225,7 @@ def climb(
 
 def kind_of_device(engine: EngineConfig) -> str:
     """Return which kind of device: "cpu" or "cuda"."""
-    from teachllm.worker.executor import select_device
+    from teachllm.worker.device import select_device
 
     return select_device(engine.device).type
 

@@ -8,7 +8,6 @@ scheduler, with an executor that computes nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from teachllm.config import EngineConfig
 from teachllm.core.request import Request, WaitReason
@@ -36,11 +35,11 @@ class _NoExecutor:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
 
-    def execute(self, plan: SchedulerOutput) -> Any:
+    def execute(self, plan: SchedulerOutput) -> SchedulerOutput:
         return plan
 
-    def sample(self, handle: Any) -> _Token:
-        return _Token(handle)
+    def sample(self, step: SchedulerOutput) -> _Token:
+        return _Token(step)
 
     def close(self) -> None:
         pass

@@ -33,7 +33,8 @@ from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.roofline import Work
 from teachllm.spec_decode.draft_length import AdaptiveLength, FixedLength, StepCost
 from teachllm.trace.recorder import Recorder, StepTimestamps
-from teachllm.worker.executor import Executor, PendingOutput
+from teachllm.worker.executor import Executor
+from teachllm.worker.runner import PendingOutput
 
 
 class EngineCore:
@@ -56,7 +57,7 @@ class EngineCore:
     def __init__(
         self,
         config: EngineConfig,
-        executor: Executor,
+        executor: Executor[Any],
         cache_root: bytes = b"",
         recorder: Recorder | None = None,
         clock: Callable[[], float] | None = None,

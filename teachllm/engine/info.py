@@ -22,7 +22,7 @@ from teachllm.models.registry import WITH_EXPERTS
 from teachllm.models.sharding import of_rank, stage_layers
 from teachllm.quantization.formats.layer_schemes import quantization_of
 from teachllm.spec_decode.load import load_drafter_config
-from teachllm.worker.executor import select_device
+from teachllm.worker.device import select_device
 from teachllm.worker.kv_cache import plan_memory
 
 Row = tuple[str, str, str]  # what, amount, explanation

@@ -109,7 +109,7 @@ class Engine:
         recorder: Recorder | None = None,
         trace_sink: TraceSink | Sequence[TraceSink] | None = None,
         progress: Callable[[int, int], None] | None = None,
-        make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
+        make_executor: Callable[[EngineConfig, Executor[Any]], Executor[Any]] | None = None,
         drafter: Drafter | None = None,
         overrides: EngineOverrides = NO_OVERRIDES,
     ) -> None:

@@ -30,9 +30,11 @@ from teachllm.spec_decode.ngram import NgramDrafter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.trace.recorder import Recorder
 from teachllm.worker.cpu.model_runner import ModelRunner
-from teachllm.worker.executor import Executor, InProcessExecutor, select_device
+from teachllm.worker.device import select_device
+from teachllm.worker.executor import Executor, InProcessExecutor
 from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 from teachllm.worker.processes.multiprocess import MultiprocessExecutor, Peers
+from teachllm.worker.runner import Runner
 
 
 def make_core(
@@ -42,7 +44,7 @@ def make_core(
     recorder: Recorder | None = None,
     trace_sink: Callable[[str], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    make_executor: Callable[[EngineConfig, Executor], Executor] | None = None,
+    make_executor: Callable[[EngineConfig, Executor[Any]], Executor[Any]] | None = None,
     drafter: Drafter | None = None,
     peers: Peers | None = None,
     overrides: EngineOverrides = NO_OVERRIDES,
@@ -77,30 +79,24 @@ def make_core(
         recorder = Recorder(sink, EngineClock(), TraceTexts(tokenizer) if config.trace_text else None)
     model_drafter_config = load_drafter_config(config, model, device.type)
     check_ranks(config, model, model_drafter_config)
-    executor: Executor
-    record: Callable[[Sequence[int], bool], Prior | None] | None
+    built: MultiprocessExecutor | InProcessExecutor[Any]
     try:
         if is_shared:
-            ranks = MultiprocessExecutor(config, progress, times_steps=recorder is not None, peers=peers)
-            executor, record = ranks, ranks.record_ahead if device.type == "cuda" else None
+            built = MultiprocessExecutor(config, progress, times_steps=recorder is not None, peers=peers)
         else:
-            runner: ModelRunner | GPUModelRunner
+            runner: Runner[Any]
             if device.type == "cuda":
                 runner = GPUModelRunner(config, model, device, progress, model_drafter_config)
             else:
                 runner = ModelRunner(config, model, device, progress, model_drafter_config, **of_runner)
-            if isinstance(runner, GPUModelRunner):
-                runner.times_steps = recorder is not None
-            elif recorder is not None:
-                runner.count_load()
-            executor, record = InProcessExecutor(runner), getattr(runner, "record_ahead", None)
+            runner.observe(recorder is not None)
+            built = InProcessExecutor(runner)
     except BaseException:
         if file is not None:
             file.close()
         raise
     try:
-        if make_executor is not None:
-            executor = make_executor(config, executor)
+        executor: Executor[Any] = built if make_executor is None else make_executor(config, built)
         root = hash_root(
             model.path, config.revision, model.dtype, model.quantization, model.kv_dtype, config.block_size
         )
@@ -119,7 +115,7 @@ def make_core(
             traffic=traffic,
             on_close=None if file is None else file.close,
             overrides=overrides,
-            **_speculation(config, model, drafter, model_drafter_config, record),
+            **_speculation(config, model, drafter, model_drafter_config, built.prepare),
         )
         if model_drafter_config is not None and model_drafter_config.max_len < model.max_model_len:
             core.scheduler.drafter_len = model_drafter_config.max_len
@@ -135,7 +131,7 @@ def make_core(
             machine = {"device": device_name(str(device)), "ceilings": ceilings}
             recorder.header(describe(config), shape, executor.num_blocks, machine=machine)
     except BaseException:
-        executor.close()
+        built.close()
         if file is not None:
             file.close()
         raise
@@ -181,7 +177,7 @@ def _speculation(
     model: ModelConfig,
     drafter: Drafter | None,
     model_drafter_config: DrafterConfig | None,
-    record: Callable[[Sequence[int], bool], Prior | None] | None,
+    prepare: Callable[[Sequence[int], bool], Prior | None],
 ) -> dict[str, Any]:
     """Return what a core needs to speculate, by the names of `EngineCore`'s arguments."""
     speculation = config.speculative_config
@@ -196,7 +192,7 @@ def _speculation(
     cost = 0.0 if model_drafter_config is None else model_drafter_config.weight_bytes / model.weight_bytes
     return {
         "drafter": None if drafter is None else HostDrafting(drafter, model.vocab_size),
-        "draft_length": make_draft_length(speculation, cost, record),
+        "draft_length": make_draft_length(speculation, cost, prepare),
     }
 
 

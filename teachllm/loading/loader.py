@@ -30,6 +30,7 @@ from teachllm.layers.weights.quantized_weight_loader import NOT_READ, Slot, form
 from teachllm.layers.weights.scheme import UNQUANTIZED, WEIGHT_FLOATS
 from teachllm.loading.random_weights import fill_parts_randomly, fill_randomly
 from teachllm.loading.stored_weights import Progress, read_pickles, read_safetensors
+from teachllm.models.base import Model
 from teachllm.models.llama import LlamaForCausalLM
 from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig
@@ -52,7 +53,7 @@ def load_model(
     device: torch.device,
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
-) -> nn.Module:
+) -> Model:
     """Builds the model on `device` and fills it; in eval mode, without gradients.
 
     Args:
@@ -71,10 +72,11 @@ def load_model(
     if model_config.implementation == "transformers":
         from teachllm.models.via_transformers.model import load_transformers_model
 
-        model: nn.Module = load_transformers_model(model_config, config, device, dtype)
+        model = load_transformers_model(model_config, config, device, dtype)
         if config.load_format == "dummy":
             fill_randomly(model, config.seed)
-        return model.eval().requires_grad_(False)
+        model.eval().requires_grad_(False)
+        return model
     quantization = of_model(model_config)
     schemes = UNQUANTIZED if quantization is None else quantization.schemes
     shape = parse(model_config.raw)
@@ -92,7 +94,8 @@ def load_model(
     for module in own.modules():
         if isinstance(module, DenseWeight | Embedding | Experts):
             module.is_fixed = config.batch_invariant
-    return own.eval().requires_grad_(False)
+    own.eval().requires_grad_(False)
+    return own
 
 
 def _warn_of_batch_scales(model: nn.Module, model_config: ModelConfig) -> None:

@@ -10,7 +10,7 @@ Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -24,22 +24,13 @@ from teachllm.layers.norm import InputQuantization, RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.layers.weights.quantized_weight_loader import QuantizedWeightLoader
 from teachllm.layers.weights.scheme import UNQUANTIZED, Schemes
+from teachllm.models.base import Angles, AuxOut, PagedKV
 from teachllm.models.llama_config import LlamaConfig
-from teachllm.models.llama_fast_paths import (
-    Angles,
-    AuxOut,
-    KVCache,
-    attend_on_gpu,
-    decode_one_row,
-    is_one_decode,
-    last_layer,
-)
+from teachllm.models.llama_fast_paths import attend_on_gpu, decode_one_row, is_one_decode, last_layer
 from teachllm.models.moe import SparseMLP
 from teachllm.models.moe_config import MoeConfig
 from teachllm.models.sharding import of_rank, stage_layers
 from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
-
-__all__ = ["Angles", "AuxOut", "LlamaAttention", "LlamaForCausalLM", "LlamaLayer", "LlamaMLP", "added_up"]
 
 
 class LlamaAttention(nn.Module):
@@ -78,7 +69,7 @@ class LlamaAttention(nn.Module):
         self,
         x: torch.Tensor,
         angles: Angles,
-        kv_cache: KVCache,
+        kv_cache: PagedKV,
         metadata: AttentionMetadata,
         last_layer_metadata: AttentionMetadata | None = None,
     ) -> torch.Tensor:
@@ -173,7 +164,7 @@ class LlamaLayer(nn.Module):
         x: Addend,
         residual: torch.Tensor | None,
         angles: Angles,
-        kv_cache: KVCache,
+        kv_cache: PagedKV,
         metadata: AttentionMetadata,
         is_last: bool = False,
         aux_out: AuxOut | None = None,
@@ -263,7 +254,7 @@ class LlamaForCausalLM(nn.Module):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_caches: list[KVCache],
+        kv_caches: Sequence[PagedKV],
         metadata: AttentionMetadata,
         aux_hidden_states: Mapping[int, AuxOut] | None = None,
         receive: Callable[[], torch.Tensor] | None = None,

@@ -9,29 +9,25 @@ They stand beside the forward pass, so that it reads as the architecture's paper
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.linear import Addend
+from teachllm.models.base import Angles, AuxOut, PagedKV
 from teachllm_kernels.attention.paged_decode import fused_paged_decode
 from teachllm_kernels.attention.rope_kv_write import rope_kv_write_triton
 
 if TYPE_CHECKING:
     from teachllm.models.llama import LlamaAttention, LlamaLayer, LlamaMLP
 
-Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-AuxOut: TypeAlias = Callable[[torch.Tensor], None]
-KVCache: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
 
 def attend_on_gpu(
     attention: LlamaAttention,
     qkv: torch.Tensor,
     angles: Angles,
-    kv_cache: KVCache,
+    kv_cache: PagedKV,
     metadata: AttentionMetadata,
     last_layer_metadata: AttentionMetadata | None = None,
 ) -> torch.Tensor:
@@ -66,7 +62,7 @@ def decode_one_row(
     layer: LlamaLayer,
     x: Addend,
     angles: Angles,
-    kv_cache: KVCache,
+    kv_cache: PagedKV,
     metadata: AttentionMetadata,
     aux_out: AuxOut | None = None,
 ) -> torch.Tensor:
@@ -87,7 +83,7 @@ def last_layer(
     x: Addend,
     residual: torch.Tensor | None,
     angles: Angles,
-    kv_cache: KVCache,
+    kv_cache: PagedKV,
     metadata: AttentionMetadata,
     aux_out: AuxOut | None = None,
 ) -> tuple[Addend, torch.Tensor]:
@@ -106,7 +102,7 @@ def last_layer(
 
 
 def _fused_decode(
-    attention: LlamaAttention, qkv: torch.Tensor, angles: Angles, kv_cache: KVCache, metadata: AttentionMetadata
+    attention: LlamaAttention, qkv: torch.Tensor, angles: Angles, kv_cache: PagedKV, metadata: AttentionMetadata
 ) -> torch.Tensor:
     """Norm, rotate, write K and V and attend in one launch; return [num_seqs, num_heads, head_size]."""
     settings = attention.attention.settings

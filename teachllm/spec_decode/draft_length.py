@@ -286,14 +286,14 @@ class AdaptiveLength:
 def make_draft_length(
     speculation: SpeculativeConfig,
     draft_cost: float,
-    record: Callable[[Sequence[int], bool], Prior | None] | None = None,
+    prepare: Callable[[Sequence[int], bool], Prior | None] | None = None,
 ) -> FixedLength | AdaptiveLength:
     """For a configuration.
 
     Args:
         draft_cost: as of `AdaptiveLength`.
-        record: prepares a machine for `sizes` of `AdaptiveLength`, and whether lengths adapt; returns its `prior`.
+        prepare: as `Runner.prepare`, for `sizes` of `AdaptiveLength`, whose `prior` it returns.
     """
     sizes = [0, *accumulate(map(len, DraftTree.of_config(speculation).levels))]
-    prior = None if record is None else record(sizes, speculation.adaptive)
+    prior = None if prepare is None else prepare(sizes, speculation.adaptive)
     return AdaptiveLength(sizes, draft_cost, prior) if speculation.adaptive else FixedLength(sizes)

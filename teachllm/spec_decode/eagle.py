@@ -30,7 +30,8 @@ from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
 from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
-from teachllm.models.llama import Angles, LlamaAttention, LlamaMLP, added_up
+from teachllm.models.base import Angles
+from teachllm.models.llama import LlamaAttention, LlamaMLP, added_up
 from teachllm.spec_decode.drafter import DraftBatch, KVCache, logits_of
 from teachllm.spec_decode.eagle_config import EagleConfig
 

@@ -30,6 +30,7 @@ from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.distributed.shards import ALL, Shard
 from teachllm.layers.attention import Attention, AttentionMetadata
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
+from teachllm.models.base import Model
 from teachllm.models.model_config import ModelConfig
 from teachllm.quantization.formats import layer_schemes
 from teachllm.quantization.formats.kv_scale_dtype import dtype_of_kv_scales
@@ -65,7 +66,7 @@ open lattice, and the solid takes up more room than the liquid did. What follows
 and fish live through the winter underneath."""
 
 
-def enable_kv_quantization(module: nn.Module, specs: Sequence[KVCacheSpec], device: torch.device) -> None:
+def enable_kv_quantization(module: Model | nn.Module, specs: Sequence[KVCacheSpec], device: torch.device) -> None:
     """Give each layer of a model, or of a drafter, scales of its quantized K and V: 1.0 until `calibrate`.
 
     Args:
@@ -84,7 +85,7 @@ def layers_of(drafter: ModelDrafter) -> nn.Module:
 
 @torch.inference_mode()
 def calibrate(
-    model: nn.Module,
+    model: Model,
     config: ModelConfig,
     kv_caches: Sequence[KVCache],
     drafter: ModelDrafter | None = None,
@@ -114,9 +115,8 @@ def calibrate(
         aux_hidden_states = (
             {i: partial(_keep, features, i) for i in drafter.feature_layers} if drafter is not None else {}
         )
-        hidden = model(
-            *tokens[:2], kv_caches, tokens[2], **({"aux_hidden_states": aux_hidden_states} if aux_hidden_states else {})
-        )
+        input_ids, positions, metadata = tokens
+        hidden = model(input_ids, positions, kv_caches, metadata, aux_hidden_states)
         _fill(attentions, given, seen.agreed(ranks.tensor, kv_heads), dtype)
     else:
         _fill(attentions, given, None, dtype)
@@ -153,7 +153,7 @@ def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(largest > 0, scale, 1.0)
 
 
-def _attentions(module: nn.Module) -> Iterator[Attention]:
+def _attentions(module: Model | nn.Module) -> Iterator[Attention]:
     """In the order of the layers."""
     return (each for each in module.modules() if isinstance(each, Attention))
 

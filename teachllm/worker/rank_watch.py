@@ -15,8 +15,8 @@ import torch
 
 from teachllm.distributed.group import Counts, Traffic
 from teachllm.distributed.layout import RankCoords
-from teachllm.worker.executor import PendingOutput
 from teachllm.worker.gpu.launched_step import PendingStep
+from teachllm.worker.runner import PendingOutput
 
 
 class RankWatch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,9 +23,10 @@ from teachllm.models.model_config import load_model_config
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.cpu.model_runner import ModelRunner
-from teachllm.worker.executor import InProcessExecutor, PendingOutput, ReadyOutput
+from teachllm.worker.executor import InProcessExecutor
 from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 from teachllm.worker.rank_watch import RankWatch, WatchedStep
+from teachllm.worker.runner import PendingOutput, ReadyOutput, Runner
 
 
 class Worker:
@@ -64,21 +66,15 @@ class Worker:
         ranks = ALONE
         if rendezvous is not None:
             ranks = self._leaving.enter_context(connected(coords, rendezvous, device))
-        runner: GPUModelRunner | ModelRunner
-        if device.type == "cuda":
-            runner = GPUModelRunner(config, model, device, progress, drafter, ranks)
-            runner.times_steps = times_steps
-        else:
-            runner = ModelRunner(config, model, device, progress, drafter, ranks)
-            if times_steps:
-                runner.count_load()
-        self._runner = runner
+        make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
+        self._runner: Runner[Any] = make_runner(config, model, device, progress, drafter, ranks)
+        self._runner.observe(times_steps)
         self._watch: RankWatch | None = None
         self._watched: WatchedStep | None = None
         if times_steps and rendezvous is not None:
             self._watch = RankWatch(coords, ranks.world.traffic, device)
         self._is_output_rank, self._receives_tokens = coords.is_output_rank, not coords.is_last_stage
-        self._executor = InProcessExecutor(runner)
+        self._executor: InProcessExecutor[Any] = InProcessExecutor(self._runner)
         self.num_blocks = self._executor.num_blocks
 
     def receive_sampled_tokens(self, sampled_tokens: Sequence[SampledTokens]) -> None:
@@ -99,7 +95,6 @@ class Worker:
         if plan.scheduled:
             pending = self._executor.sample(self._executor.execute(plan))
         else:
-            assert isinstance(self._runner, ModelRunner)
             self._runner.execute_dummy_step()
             pending = ReadyOutput(ModelRunnerOutput([]))
         if self._watch is not None:
@@ -111,9 +106,9 @@ class Worker:
         watched, self._watched = self._watched, None
         return watched
 
-    def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
-        """Implement `GPUModelRunner.record_ahead`; there is nothing to record on a CPU."""
-        return self._runner.record_ahead(sizes, is_adaptive) if isinstance(self._runner, GPUModelRunner) else None
+    def prepare(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
+        """Do the same as `Runner.prepare`."""
+        return self._runner.prepare(sizes, is_adaptive)
 
     def wait(self) -> None:
         """Wait until all that was launched is over: it never is where it waits for a rank that has failed."""

@@ -14,12 +14,12 @@ from teachllm.config import EngineConfig
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.distributed.shards import ShardDestination
-from teachllm.distributed.stages import Stage
 from teachllm.errors import ModelError
 from teachllm.layers.embedding import Embedding
 from teachllm.loading.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.model_of_rank import model_of_rank
+from teachllm.models.stage import Stage
 from teachllm.sampling.shared_vocabulary import Columns
 from tests.checkpoints import OWN, VOCAB_SIZE, build_config, make_checkpoint
 from tests.distributed.threads import on_ranks

@@ -38,7 +38,7 @@ def sum_through_memory(ranks: Ranks) -> list[list[float]]:
     assert isinstance(group, ProcessGroup)
     torch.cuda.set_device(device)
     group.open_symmetric_buffer(SIZE, torch.float32, device)
-    graphs: Graphs[torch.Tensor] = Graphs(device)
+    graphs = Graphs(device)
     x, found = torch.zeros(4, SIZE, device=device), []
     assert isinstance(group.deferred_all_reduce(x), DeferredAllReduce)
     group.all_reduce(x)  # as everybody has begun

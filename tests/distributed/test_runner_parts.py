@@ -33,7 +33,6 @@ from teachllm.sampling.shared_filters import num_told
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.worker.cpu.model_runner import ModelRunner
 from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
-from teachllm.worker.gpu.launched_step import PendingStep
 from teachllm_kernels.comm.one_shot_all_reduce import SymmetricBuffer
 from tests.checkpoints import VOCAB_SIZE, build_config, make_checkpoint
 from tests.distributed.processes import buffers_in, on_processes, through_host
@@ -93,8 +92,7 @@ def work(
         plan = scheduler.schedule()
         if plan.scheduled:
             ranks.world.traffic.take()
-            output = runner.sample(runner.execute(plan))
-            flying.append((plan, output.result() if isinstance(output, PendingStep) else output))
+            flying.append((plan, runner.sample(runner.execute(plan)).result()))
             if counts_bytes:
                 counted, expected = ranks.world.traffic.take(), predicted(ranks, model, plan, requests[0])
                 assert counted == expected, f"rank {ranks.coords.rank} sent {counted}, predicted were {expected}"

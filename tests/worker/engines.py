@@ -11,7 +11,8 @@ from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.engine.llm_engine import Engine
 from teachllm.spec_decode.drafter import Drafter
 from teachllm.trace.recorder import Recorder
-from teachllm.worker.executor import Executor, PendingOutput
+from teachllm.worker.executor import Executor
+from teachllm.worker.runner import PendingOutput
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.reference import reference
 

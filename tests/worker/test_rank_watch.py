@@ -11,9 +11,9 @@ from teachllm.core.scheduler_output import ModelRunnerOutput
 from teachllm.distributed.group import Traffic
 from teachllm.distributed.layout import Layout
 from teachllm.worker import rank_watch
-from teachllm.worker.executor import ReadyOutput
 from teachllm.worker.gpu.launched_step import PendingStep
 from teachllm.worker.rank_watch import RankWatch
+from teachllm.worker.runner import ReadyOutput
 
 OVER = ReadyOutput(ModelRunnerOutput([]))
 

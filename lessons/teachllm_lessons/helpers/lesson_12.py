@@ -373,8 +373,7 @@ def _of_rank(ranks: Ranks, folder: str, prompt: list[int], max_tokens: int) -> l
     scheduler.add(request)
     while scheduler.has_unfinished:
         plan = scheduler.schedule()
-        output: Any = runner.sample(runner.execute(plan))
-        scheduler.update(plan, output.result() if hasattr(output, "result") else output)
+        scheduler.update(plan, runner.sample(runner.execute(plan)).result())
     return list(request.token_ids)[len(prompt) :]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from teachllm.config import EngineConfig
-from teachllm.worker.executor import select_device
+from teachllm.worker.device import select_device
 
 
 def replica_config(config: EngineConfig, replica: int) -> EngineConfig:

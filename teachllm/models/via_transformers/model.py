@@ -9,7 +9,7 @@ Source: https://huggingface.co/docs/transformers/attention_interface
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from teachllm.checkpoint.files import StoredTensor, stored_tensors, wrong_shape
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
 from teachllm.layers.attention import Attention, AttentionMetadata, paged_attention, write_kv
+from teachllm.models.base import AuxOut, PagedKV
 from teachllm.models.model_config import ModelConfig
+from teachllm.models.moe_config import MoeConfig
 from teachllm.models.registry import SUPPORTED
 from teachllm.models.via_transformers import rehearsal
 from teachllm.models.via_transformers.config import create, read_config
@@ -114,8 +116,9 @@ class TransformersModel(nn.Module):
     runs as it is too, over hidden states that a stand-in base model hands to it.
     """
 
-    fuses_decodes = False
     implementation = "transformers"
+    fuses_decodes = False
+    experts: MoeConfig | None = None
 
     def __init__(self, model: Any, windows: tuple[int | None, ...]) -> None:
         super().__init__()
@@ -132,10 +135,13 @@ class TransformersModel(nn.Module):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        kv_caches: Sequence[PagedKV],
         metadata: AttentionMetadata,
+        aux_hidden_states: Mapping[int, AuxOut] | None = None,
+        receive: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """One step, [num_tokens] int64 -> [num_tokens, hidden_size]; as `LlamaForCausalLM.forward`."""
+        """Compute one step as `Model` does; its code hands out no residual streams and has no stages."""
+        assert not aux_hidden_states and receive is None
         self._handed.step = _PagedStep(kv_caches, metadata, self._layers)
         output = self.base(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
         hidden = output.last_hidden_state.squeeze(0)
@@ -148,6 +154,13 @@ class TransformersModel(nn.Module):
         """
         logits = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def execute_dummy_step(self) -> None:
+        """Do nothing: no rank has experts of its own."""
+
+    def count_load(self) -> torch.Tensor:
+        """Raise: `experts` is None."""
+        raise NotImplementedError("transformers' code does not say which expert gets a token")
 
 
 class _Given(nn.Module):
@@ -173,7 +186,7 @@ class _PagedStep:
         called: indices of the layers that have called attention.
     """
 
-    kv_caches: list[tuple[torch.Tensor, torch.Tensor]]
+    kv_caches: Sequence[PagedKV]
     metadata: AttentionMetadata
     attentions: Sequence[Attention]
     called: set[int] = field(default_factory=set)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -20,18 +19,19 @@ from teachllm.config import EngineConfig
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from teachllm.distributed.group import agreed_least
 from teachllm.distributed.ranks import ALONE, Ranks
-from teachllm.distributed.stages import Stage
 from teachllm.layers.attention_backends.base import AttentionBackend
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.loading.loader import load_model
-from teachllm.models.llama import AuxOut
+from teachllm.models.base import AuxOut, Model
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.model_of_rank import model_of_rank
+from teachllm.models.stage import Stage
 from teachllm.sampling.sampler import Sampler
 from teachllm.sampling.verify import synthetic_tokens
 from teachllm.spec_decode.drafter import ModelDrafter
 from teachllm.spec_decode.load import DrafterConfig, load_drafter
+from teachllm.spec_decode.step_times import Prior
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.speculative_config import MAX_SPECULATIVE_TOKENS
 from teachllm.worker.cpu.input_batch import InputBatch, StepInputs
@@ -47,6 +47,7 @@ from teachllm.worker.kv_cache import (
 from teachllm.worker.kv_scales import calibrate, enable_kv_quantization, layers_of
 from teachllm.worker.prompt_logprobs import PromptLogprobs
 from teachllm.worker.rows import OpenedRow
+from teachllm.worker.runner import ReadyOutput
 from teachllm.worker.spec_decode.drafting import Drafting
 from teachllm_kernels.attention.kv_quantization import as_bytes
 from teachllm_kernels.sampling.philox import philox_uniform_reference
@@ -113,8 +114,7 @@ class ModelRunner:
         self.memory = plan_memory(config, model_config, device, drafter)  # before any weight is read
         num_blocks = agreed_least(ranks.world, self.memory.num_blocks, device)
         self.memory = self.memory.of_blocks(num_blocks)
-        self.model: Any = load_model(whole, config, device, progress, ranks)
-        self._has_experts = getattr(self.model, "experts", None) is not None
+        self.model: Model = load_model(whole, config, device, progress, ranks)
         if ranks.coords.layout.pipeline > 1:
             self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
         self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
@@ -148,14 +148,20 @@ class ModelRunner:
                 enable_kv_quantization(layers_of(loaded), drafter.specs, device)
             calibrate(self.model, whole, self._kv_caches, loaded, ranks)
 
-    def count_load(self) -> None:
-        """From now on outputs say what load experts had, if there are any."""
-        if self._has_experts:
-            self._load = self.model.count_load()
+    def prepare(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
+        """Return None: there is nothing to record on a CPU, and nothing is timed ahead."""
+        return None
+
+    def observe(self, is_on: bool) -> None:
+        """From now on outputs also hold the tokens of each expert, if there are any; or no longer."""
+        self._load = self.model.count_load() if is_on and self.model.experts is not None else None
+
+    def close(self) -> None:
+        """Do nothing: all memory goes with the last reference."""
 
     @torch.inference_mode()
     def execute_dummy_step(self) -> None:
-        """An empty step: this rank's experts are there for replicas that have tokens."""
+        """Compute an empty step: this rank's experts are there for replicas that have tokens."""
         self.model.execute_dummy_step()
 
     @torch.inference_mode()
@@ -175,8 +181,7 @@ class ModelRunner:
             aux_hidden_states = {
                 layer: partial(features.__setitem__, layer) for layer in drafting.drafter.feature_layers
             }
-        extra = {"aux_hidden_states": aux_hidden_states} if aux_hidden_states else {}
-        hidden = self.model(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata, **extra)
+        hidden = self.model(inputs.input_ids, inputs.positions, self._kv_caches, inputs.metadata, aux_hidden_states)
         expert_load = self._taken_load()
 
         if not self._ranks.coords.is_last_stage:
@@ -212,12 +217,12 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def sample(self, step: ExecutedStep) -> ModelRunnerOutput:
+    def sample(self, step: ExecutedStep) -> ReadyOutput:
         """Samples a token at every position that is verified, keeps those up to the first draft that does not hold,
         and has the drafter propose."""
         scheduled_requests, rows = step.plan.scheduled, step.inputs.rows
         if not self._ranks.coords.is_last_stage:
-            return ModelRunnerOutput([[] for _ in scheduled_requests])
+            return ReadyOutput(ModelRunnerOutput([[] for _ in scheduled_requests]))
         proposals = histories = None
         if self._drafting is not None:
             proposals = self._drafting.proposals(
@@ -251,12 +256,14 @@ class ModelRunner:
         next_drafts = None
         if self._drafting is not None:
             next_drafts = self._drafting.propose(scheduled_requests, step.inputs, paths, step.hidden, step.features)
-        return ModelRunnerOutput(
-            kept,
-            logprobs or None,
-            step.prompt_logprobs,
-            draft_token_ids=next_drafts,
-            expert_load=step.expert_load,
+        return ReadyOutput(
+            ModelRunnerOutput(
+                kept,
+                logprobs or None,
+                step.prompt_logprobs,
+                draft_token_ids=next_drafts,
+                expert_load=step.expert_load,
+            )
         )
 
     def _taken_load(self) -> list[list[int]] | None:

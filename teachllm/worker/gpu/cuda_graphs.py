@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -29,12 +28,10 @@ from teachllm.layers.weak_tensor import weak_tensor
 LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
 _OTHERS_MAY_CALL = "thread_local"  # other threads wait for results, and NCCL's watches its operations, meanwhile
 
-T = TypeVar("T")
-
 AttentionCall = Callable[[AttentionMetadata], None]
 
 
-class Graphs(Generic[T]):
+class Graphs:
     """Recordings by key; they share one pool of memory, so a result is there until the next replay of any of them.
 
     Args:
@@ -48,8 +45,8 @@ class Graphs(Generic[T]):
         self._stream = torch.cuda.Stream(device)
         self._seen: set[Hashable] = set()
         self._failed: set[Hashable] = set()
-        self._full: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
-        self._pieces: dict[Hashable, tuple[list[torch.cuda.CUDAGraph], list[AttentionCall], T]] = {}
+        self._full: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
+        self._pieces: dict[Hashable, tuple[list[torch.cuda.CUDAGraph], list[AttentionCall], torch.Tensor]] = {}
 
     def clear(self) -> None:
         """Gives all recordings up. A communicator whose operations are in one cannot be closed before."""
@@ -65,7 +62,7 @@ class Graphs(Generic[T]):
         self._seen.add(key)
         return seen and key not in self._failed
 
-    def capture(self, key: Hashable, run: Callable[[], T]) -> bool:
+    def capture(self, key: Hashable, run: Callable[[], torch.Tensor | None]) -> bool:
         """Record `run`. It runs once before, so that kernels are compiled and libraries have what they need.
 
         Returns:
@@ -80,11 +77,13 @@ class Graphs(Generic[T]):
                 result = run()
         except RuntimeError as error:
             return self._give_up(key, error)
-        self._full[key] = (graph, _weak_result(result))
+        self._full[key] = (graph, None if result is None else weak_tensor(result))
         self._sent[key] = sent
         return True
 
-    def capture_pieces(self, key: Hashable, run: Callable[[Callable[[AttentionCall], None] | None], T]) -> bool:
+    def capture_pieces(
+        self, key: Hashable, run: Callable[[Callable[[AttentionCall], None] | None], torch.Tensor]
+    ) -> bool:
         """Record `run` in pieces; otherwise like `capture`.
 
         Args:
@@ -114,7 +113,7 @@ class Graphs(Generic[T]):
         except RuntimeError as error:
             return self._give_up(key, error)
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._pieces[key] = (graphs, calls, _weak_result(result))
+        self._pieces[key] = (graphs, calls, weak_tensor(result))
         self._sent[key] = sent
         return True
 
@@ -126,14 +125,14 @@ class Graphs(Generic[T]):
         warnings.warn(f"running without a CUDA graph for {key}, which could not be recorded: {reason}", stacklevel=4)
         return False
 
-    def replay(self, key: Hashable) -> T:
-        """Launch a full recording; return the tensors that it writes to, the same ones every time."""
+    def replay(self, key: Hashable) -> torch.Tensor | None:
+        """Launch a full recording; return the tensor that it writes to, the same one every time."""
         graph, result = self._full[key]
         graph.replay()
         self._traffic.replay(self._sent[key])
         return result
 
-    def replay_pieces(self, key: Hashable, metadata: AttentionMetadata) -> T:
+    def replay_pieces(self, key: Hashable, metadata: AttentionMetadata) -> torch.Tensor:
         """Launch a recording in pieces, with attention for this step in between."""
         graphs, calls, result = self._pieces[key]
         graphs[0].replay()
@@ -143,16 +142,11 @@ class Graphs(Generic[T]):
         self._traffic.replay(self._sent[key])
         return result
 
-    def _warm_up(self, run: Callable[[], T]) -> None:
+    def _warm_up(self, run: Callable[[], torch.Tensor | None]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
-
-
-def _weak_result(result: Any) -> Any:
-    """Return a weak tensor for a recording's result, or None."""
-    return result if result is None else weak_tensor(result)
 
 
 def padded_size(count: int, largest: int) -> int:

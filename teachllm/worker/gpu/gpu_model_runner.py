@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -23,11 +22,12 @@ from teachllm.core.memory import MemoryPlan
 from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
 from teachllm.distributed.group import agreed_least
 from teachllm.distributed.ranks import ALONE, Ranks
-from teachllm.distributed.stages import Stage
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.loading.loader import load_model
+from teachllm.models.base import Model
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.model_of_rank import model_of_rank
+from teachllm.models.stage import Stage
 from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.spec_decode.load import DrafterConfig, load_drafter
@@ -61,11 +61,7 @@ _PROMPTS = (8, 32)  # tokens; batches of 2 to 8 and of 17 to 32 decodes have the
 
 
 class GPUModelRunner:
-    """The model, its KV cache and its rows on one GPU. Arguments as `ModelRunner`'s.
-
-    Attributes:
-        times_steps: results say how long their steps took; False costs nothing.
-    """
+    """The model, its KV cache and its rows on one GPU. Arguments as `ModelRunner`'s."""
 
     def __init__(
         self,
@@ -85,7 +81,7 @@ class GPUModelRunner:
         self._device = device
         if not (config.disable_custom_all_reduce or config.batch_invariant):  # long steps' sums are rounded otherwise
             ranks.tensor.open_symmetric_buffer(whole.hidden_size, getattr(torch, whole.dtype), device)
-        self.times_steps = False
+        self._is_observed = False
         self._last: PendingStep | None = None
         needs = attention_needs(config, model_config)
         self._backend = select_backend(config.attention_backend, needs, device, config.batch_invariant)
@@ -107,7 +103,7 @@ class GPUModelRunner:
             raise ValueError("batch_invariant verifies chains of drafts: leave speculative_token_tree out")
         predicted = plan_memory(config, model_config, device, drafter)  # before any weight is read
         allocated = torch.cuda.memory_allocated(device)
-        self.model: Any = load_model(whole, config, device, progress, ranks)
+        self.model: Model = load_model(whole, config, device, progress, ranks)
         if layout.pipeline > 1:
             self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
         draft_caches: KVCache = []
@@ -127,7 +123,7 @@ class GPUModelRunner:
             num_steps=max(NUM_STEPS, 2 + layout.pipeline),
         )
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
-        self._graphs: Graphs[Any] = Graphs(device, ranks.world.traffic)
+        self._graphs = Graphs(device, ranks.world.traffic)
         self._attention = GPUAttention(needs, self._backend, self._batch, 1 + self._batch.max_drafts)
         self._drafting: GPUDrafting | None = None
         if speculation is not None and tree is not None and (loaded is not None or speculation.method == "ngram"):
@@ -166,7 +162,7 @@ class GPUModelRunner:
     def execute(self, plan: SchedulerOutput) -> LaunchedStep:
         """Launches the forward pass of a plan; for a batch of plain decodes, sampling too."""
         with torch.cuda.device(self._device):  # which one is current is each thread's own
-            began = self._start_clock() if self.times_steps else None
+            began = self._start_clock() if self._is_observed else None
             launched = self._execute(plan)
             launched.began = began
             return launched
@@ -208,9 +204,18 @@ class GPUModelRunner:
         if self._batch.places is not None:
             self._sampling.mover = KVMover([*self._kv_caches, *draft_caches])
 
-    def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
-        """Implement `GraphRunner.record_ahead`."""
+    def prepare(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
+        """Do the same as `GraphRunner.record_ahead`."""
         return self._graph_runner.record_ahead(sizes, is_adaptive, self.memory.num_blocks)
+
+    def observe(self, is_on: bool) -> None:
+        """From now on outputs also say how long their steps took on the device; or no longer."""
+        self._is_observed = is_on
+
+    @torch.inference_mode()
+    def execute_dummy_step(self) -> None:
+        """Compute an empty step: this rank's experts are there for replicas that have tokens."""
+        self.model.execute_dummy_step()
 
     def close(self) -> None:
         """Gives its graphs up, and lets collections look at everything again."""

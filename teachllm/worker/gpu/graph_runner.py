@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends.base import AttentionBackend
+from teachllm.models.base import Model
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.gpu.attention_inputs import FlatBatch, GPUAttention
 from teachllm.worker.gpu.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
@@ -61,8 +61,8 @@ class GraphRunner:
     def __init__(
         self,
         *,
-        model: Any,
-        graphs: Graphs[Any],
+        model: Model,
+        graphs: Graphs,
         batch: DeviceBatch,
         attention: GPUAttention,
         backend: AttentionBackend,
@@ -203,9 +203,9 @@ class GraphRunner:
 
     def _forward(self, num_tokens: int, metadata: AttentionMetadata) -> torch.Tensor:
         """Return the hidden states of the batch's first tokens, or of those that `metadata` selects."""
-        batch, aux_hidden_states = self._batch, {} if self._drafting is None else self._drafting.aux_hidden_states()
-        extra = {"aux_hidden_states": aux_hidden_states} if aux_hidden_states else {}
-        return self.model(batch.input_ids[:num_tokens], batch.positions[:num_tokens], self.kv_caches, metadata, **extra)
+        input_ids, positions = self._batch.input_ids[:num_tokens], self._batch.positions[:num_tokens]
+        aux_hidden_states = {} if self._drafting is None else self._drafting.aux_hidden_states()
+        return self.model(input_ids, positions, self.kv_caches, metadata, aux_hidden_states)
 
     # -- anything else -------------------------------------------------------------------------------------
 

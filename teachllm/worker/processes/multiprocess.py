@@ -141,9 +141,9 @@ class MultiprocessExecutor:
             self._watched[self._number] = step
         return step
 
-    def sample(self, handle: RemoteStep) -> RemoteStep:
-        """The ranks do that by themselves."""
-        return handle
+    def sample(self, step: RemoteStep) -> RemoteStep:
+        """Return the step: its ranks sample without being told."""
+        return step
 
     def wait_for(self, step: RemoteStep) -> ModelRunnerOutput:
         """Do the same as `RemoteStep.result`."""
@@ -164,9 +164,9 @@ class MultiprocessExecutor:
             step.is_told = True
         return step.verdict
 
-    def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
-        """Implement `GPUModelRunner.record_ahead`, at all ranks; what was timed at the output rank."""
-        return prior_of(self._call("record_ahead", list(sizes), is_adaptive)[self._output_rank])
+    def prepare(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
+        """Do the same as `Runner.prepare` at all ranks; return what was timed at the output rank."""
+        return prior_of(self._call("prepare", list(sizes), is_adaptive)[self._output_rank])
 
     def close(self) -> None:
         """Ends the processes, after the step under way, and waits for that."""

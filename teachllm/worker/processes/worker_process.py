@@ -33,12 +33,12 @@ from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.distributed.ring import RingEnd, RingReader
 from teachllm.distributed.spin_wait import spin_seconds
 from teachllm.spec_decode.step_times import Prior
-from teachllm.worker.executor import PendingOutput
 from teachllm.worker.processes.agreement import facts_of
 from teachllm.worker.processes.answers import Answers, Kind
 from teachllm.worker.processes.child import end_with_the_parent, leave_signals_to_the_parent
 from teachllm.worker.rank_watch import WatchedStep
 from teachllm.worker.rank_worker import Worker
+from teachllm.worker.runner import PendingOutput
 
 log = logging.getLogger(__name__)
 LENGTH = struct.Struct("=q")  # of what standard input begins with
@@ -120,9 +120,9 @@ class WorkerProcess:
             self._worker.wait()
             self._has_failed = False
             return {}  # that all before it is over is the answer
-        assert name == "record_ahead"
+        assert name == "prepare"
         try:
-            prior = self._worker.record_ahead(*arguments)
+            prior = self._worker.prepare(*arguments)
         except Exception as error:
             return _Raised(error)
         return {} if prior is None else table_of(prior, self._config.max_num_seqs or 1, len(arguments[0]))

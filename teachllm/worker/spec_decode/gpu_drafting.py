@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest
-from teachllm.models.llama import AuxOut
+from teachllm.models.base import AuxOut
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler
 from teachllm.sampling.transfers import to_device

@@ -42,7 +42,7 @@ def further(start: int, drafts: list[int] | None = None, name: str = "a") -> Sch
 def step(
     runner: ModelRunner, *scheduled_requests: ScheduledRequest, dropped: tuple[str, ...] = ()
 ) -> ModelRunnerOutput:
-    return runner.sample(runner.execute(SchedulerOutput(0, list(scheduled_requests), list(dropped))))
+    return runner.sample(runner.execute(SchedulerOutput(0, list(scheduled_requests), list(dropped)))).result()
 
 
 def test_a_part_of_a_prompt_samples_nothing_and_its_end_one_token(runner: ModelRunner) -> None:

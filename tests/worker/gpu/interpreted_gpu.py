@@ -45,7 +45,7 @@ class _Stands:
         return lambda *args: None
 
 
-class _Graphs(Graphs[Any]):
+class _Graphs(Graphs):
     def capture(self, key: Hashable, run: Callable[[], Any]) -> bool:
         run()  # as it is warmed up, on padding alone
         self._full[key] = run  # type: ignore[assignment]
@@ -74,8 +74,8 @@ class InterpretedRunner(GPUModelRunner):
     def _measured(self, predicted: MemoryPlan, *measured: Any) -> MemoryPlan:
         return predicted
 
-    def record_ahead(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
-        return super().record_ahead(sizes, True) if self.records_ahead else None
+    def prepare(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:
+        return super().prepare(sizes, True) if self.records_ahead else None
 
     records_ahead = False  # it takes longer than a test
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_what_waits_for_the_device_is_not_recorded_and_not_tried_again(in_pieces: bool) -> None:
     x = torch.ones(4, device="cuda")
-    graphs: Graphs[torch.Tensor] = Graphs(torch.device("cuda", 0))
+    graphs = Graphs(torch.device("cuda", 0))
 
     def run(outside: Callable[[AttentionCall], None] | None = None) -> torch.Tensor:
         y = x + 1

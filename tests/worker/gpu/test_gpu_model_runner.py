@@ -16,8 +16,9 @@ from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.engine.llm_engine import Engine
 from teachllm.layers.attention_backends import triton
 from teachllm.models.model_config import load_model_config
-from teachllm.worker.executor import Executor, PendingOutput
+from teachllm.worker.executor import Executor
 from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
+from teachllm.worker.runner import PendingOutput
 
 pytestmark = pytest.mark.gpu
 
