@@ -23,6 +23,7 @@ from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
 from teachllm.sampling.transfers import to_device
 from teachllm.spec_decode.tree import DraftTree, TreeTensors
 from teachllm.worker.gpu.device_step import LONGEST_DECODE, DeviceStep
+from teachllm.worker.gpu.packed_step import PackedStep, clear, field_sizes, on_host, pack
 from teachllm.worker.rows import Rows
 from teachllm_kernels.speculation.verify_drafts import accept
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
@@ -64,14 +65,7 @@ class DeviceBatch(Rows):
         num_known: [max_num_seqs] int32, tokens of prompt and outputs.
         block_tables: [max_num_seqs, max_blocks] int32.
         num_real: [max_num_seqs] int32, drafts behind those that a drafter stands behind, see `verify_drafts.py`.
-        rows, query_start, planned_start: this step's header: [max_num_seqs + 1] int32, with room for a sequence of
-            padding beside those that run, query_start one more; of each sequence its row (-1: padding), its first flat
-            token, and its first token's index in the sequence.
-        sample_rows, logit_index: [max_num_seqs * (1 + max_drafts) + 1] int32, further: of each position that is
-            sampled from its row (-1: padding), and which flat token it is.
-        sample_first: [max_num_seqs + 2] int32, further: of each sequence that samples the first such position.
-        num_next: [max_num_seqs + 1] int32, further: of each of them, how many drafts it asks for.
-        output_row: [1] int32, further: which of the host's outputs is this step's.
+        header: this step's, on the device.
         input_ids, positions, slot_mapping: [max_num_batched_tokens] int64, seq_lens: [max_num_seqs + 1] int32; made of
             it.
         last, last_token: [max_num_seqs + 1] int32, of each sequence that samples the position whose token is its
@@ -102,23 +96,16 @@ class DeviceBatch(Rows):
         self.device = device
         # All rows and the header lie in one tensor, so that one kernel reaches them all:
         #     block_tables | token_ids | num_known | num_real   the rows, to which a plan adds
-        #     rows | query_start | planned_start | sample_rows | logit_index | ...   the header, new each step
+        #     rows | query_start | planned_start | ...          the header, new each step, see `PackedStep`
         row_sizes = [max_num_seqs * width for width in (-(-max_model_len // block_size), max_model_len, 1, 1)]
         most = max_num_seqs + 1  # sequences of a step, with one of padding
-        most_sampled = max_num_seqs * (1 + max_drafts) + 1
-        sizes = [most, most + 1, most, most_sampled, most_sampled, 1]
-        if max_drafts:
-            sizes += [most + 1, most]
+        sizes = field_sizes(max_num_seqs, max_drafts)
         self._memory = torch.zeros(sum(row_sizes) + sum(sizes), dtype=torch.int32, device=device)
         tables, tokens, self.num_known, self.num_real, *header = self._memory.split(row_sizes + sizes)
         self.block_tables, self.token_ids = tables.view(max_num_seqs, -1), tokens.view(max_num_seqs, -1)
-        self.rows, self.query_start, self.planned_start, self.sample_rows, self.logit_index, self.output_row = header[
-            :6
-        ]
-        self.sample_first, self.num_next = header[6:] or (self.output_row, self.output_row)
+        self.header = PackedStep(*header)
         self._tokens_place, self._known_place, self._real_place, self._header_place = accumulate(row_sizes)
-        self._header = np.zeros(sum(sizes), dtype=np.int32)  # on the host
-        self._header_fields = np.split(self._header, np.cumsum(sizes)[:-1])
+        self._host_header, self._packed = on_host(sizes)
         self._added = _Additions()
         self._pending_remote: dict[int, _Sampled] = {}  # by step
         self._received: list[tuple[_Sampled, np.ndarray]] = []  # and the tokens
@@ -227,15 +214,10 @@ class DeviceBatch(Rows):
         return places, values
 
     def send(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
-        """Writes a step's header, and what it adds to the rows, to the device.
-
-        Args:
-            num_seqs: with padding.
-            num_tokens: with padding. Each padding sequence takes one padding token while they last, the last one all
-                that remain.
-        """
-        self._fill_header(step, num_seqs, num_tokens)
-        added, header = self._added, self._header
+        """Write a step's header, and what it adds to the rows, to the device. Arguments as of `pack`."""
+        pack(self._packed, step, num_seqs, num_tokens)
+        self._packed.output_row[0] = (self._packed.output_row[0] + 1) % len(self._outputs)
+        added, header = self._added, self._host_header
         self._added = _Additions()
         received_places, received = self._take_received()
         places = np.concatenate([np.asarray(added.places, np.int64), *received_places, [self._header_place]])
@@ -253,56 +235,17 @@ class DeviceBatch(Rows):
         write_runs(self._memory, packed, count, int(lens.max()))
         self._sent.append(packed)  # kept until a kernel has read it: the allocator knows of copies, not of kernels
 
-    def _fill_header(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
-        count, samples = len(step.rows), step.num_logits
-        rows, starts, planned, sample_rows, logit_index, output_row = self._header_fields[:6]
-        rows[:count], rows[count:num_seqs] = step.rows, -1
-        ends = np.cumsum(step.query_lens)
-        starts[0], starts[1 : count + 1] = 0, ends
-        padding = num_seqs - count
-        if padding:
-            starts[count + 1 : num_seqs + 1] = np.minimum(ends[-1] + np.arange(1, padding + 1), num_tokens)
-            starts[num_seqs] = num_tokens
-        planned[:count] = step.starts
-        sample_rows[samples:], logit_index[samples:] = -1, 0
-        sampling = np.asarray(step.sampling, dtype=np.int64)
-        if step.num_drafts:
-            sampled = np.asarray(step.num_drafts) + 1
-            sampling = np.repeat(sampling, sampled)
-            # From the last one of a sequence backwards: 0 for the newest token's, more for those before it.
-            behind = np.repeat(np.cumsum(sampled), sampled) - 1 - np.arange(samples)
-            logit_index[:samples] = ends[sampling] - 1 - behind
-        else:
-            logit_index[:samples] = ends[sampling] - 1
-        sample_rows[:samples] = np.asarray(step.rows)[sampling]
-        output_row[0] = (output_row[0] + 1) % len(self._outputs)
-        if self.max_drafts:
-            first, num_next = self._header_fields[6:]
-            num_sampling = len(step.sampling)
-            first[0], first[num_sampling + 1 :] = 0, samples
-            first[1 : num_sampling + 1] = np.arange(1, num_sampling + 1)
-            if step.num_drafts:
-                first[1 : num_sampling + 1] = np.cumsum(sampled)
-            num_next[:], num_next[: len(step.num_next)] = 0, step.num_next
-
     @property
     def output(self) -> torch.Tensor:
         """[max_num_seqs * num_fields] int32 on the host: what the step that was sent last samples, when it has.
 
         To be read before `num_steps` more are sent: its place is used again.
         """
-        return self._outputs[int(self._header_fields[5][0])]
+        return self._outputs[int(self._packed.output_row[0])]
 
     def clear(self, num_seqs: int, num_tokens: int) -> None:
-        """A header of padding alone: what graphs are captured with."""
-        self.rows.fill_(-1)
-        self.sample_rows.fill_(-1)
-        self.logit_index.fill_(0)
-        torch.arange(num_seqs + 1, out=self.query_start[: num_seqs + 1]).clamp_(max=num_tokens)
-        self.query_start[num_seqs] = num_tokens
-        if self.max_drafts:
-            self.sample_first.fill_(0)
-            self.num_next.fill_(0)
+        """Make the header one of padding alone: what graphs are captured with."""
+        clear(self.header, num_seqs, num_tokens)
 
     def pretend(self, num_known: int, num_blocks: int) -> None:
         """All rows know so many tokens, in blocks of their own as far as there are enough: to time steps."""
@@ -322,9 +265,9 @@ class DeviceBatch(Rows):
         if self.places is not None:
             self.places.copy_(self._in_order)
         step_inputs(
-            rows=self.rows[:num_seqs],
-            query_start=self.query_start[: num_seqs + 1],
-            planned_start=self.planned_start,
+            rows=self.header.rows[:num_seqs],
+            query_start=self.header.query_start[: num_seqs + 1],
+            planned_start=self.header.planned_start,
             token_ids=self.token_ids,
             num_known=self.num_known,
             block_tables=self.block_tables,
@@ -339,8 +282,8 @@ class DeviceBatch(Rows):
 
     def append(self, sampled: torch.Tensor) -> None:
         """Sampled tokens, [num_rows] int64 in the order of `sample_rows`, become known, and the step's output."""
-        rows = self.sample_rows[: sampled.shape[0]]
-        append_tokens(rows, sampled, self.token_ids, self.num_known, self._outputs, self.output_row)
+        rows = self.header.sample_rows[: sampled.shape[0]]
+        append_tokens(rows, sampled, self.token_ids, self.num_known, self._outputs, self.header.output_row)
 
     def accept(self, sampled: torch.Tensor, num_seqs: int) -> None:
         """Of `num_seqs` sequences the drafts that hold, and the token after them, become known, and the output.
@@ -350,9 +293,9 @@ class DeviceBatch(Rows):
         """
         assert self.tree is not None
         accept(
-            first=self.sample_first[: num_seqs + 1],
-            rows=self.sample_rows,
-            logit_index=self.logit_index,
+            first=self.header.sample_first[: num_seqs + 1],
+            rows=self.header.sample_rows,
+            logit_index=self.header.logit_index,
             sampled=sampled,
             token_ids=self.token_ids,
             num_known=self.num_known,
@@ -363,7 +306,7 @@ class DeviceBatch(Rows):
             path=self.path[:num_seqs],
             places=self.places,
             outputs=self._outputs,
-            output_row=self.output_row,
+            output_row=self.header.output_row,
         )
 
     def histories(self, positions: slice, places: Sequence[int]) -> torch.Tensor | None:
@@ -381,7 +324,7 @@ class DeviceBatch(Rows):
         if self.tree is None or self.places is None:
             return None
         path = self.tree.paths.index_select(0, to_device(places[positions], torch.int64, self.device)).long()
-        rows = self.sample_rows[: len(places)][positions]
+        rows = self.header.sample_rows[: len(places)][positions]
         known = self.num_known.index_select(0, rows).unsqueeze(1) + torch.zeros_like(path)
         found = F.pad(self.token_ids.index_select(0, rows), (0, path.shape[1]))
         # What lies behind a position's own path is not read.

@@ -242,7 +242,7 @@ class GPUModelRunner:
         batch = self._batch
         with compiling_ahead(self._device):
             _, *logits, _ = self._largest_step(self._kv_caches, num_sampling_bytes)
-            rows, known = batch.sample_rows[:1], batch.num_known
+            rows, known = batch.header.sample_rows[:1], batch.num_known
             if logits:  # of the last stage: its own, and all
                 for variant in ((True, True), (True, False)):  # the first takes the longest of all
                     self._sampling.tokens(logits[0][:1], rows, variant)
@@ -269,7 +269,7 @@ class GPUModelRunner:
         if self._ranks.coords.is_last_stage:
             logits.append(
                 self.model.logits(
-                    hidden.index_select(0, batch.logit_index[:-1]),  # freed before sampling; none of padding
+                    hidden.index_select(0, batch.header.logit_index[:-1]),  # freed before sampling; none of padding
                     sharded=True,
                     in_float32=False,
                 )
@@ -302,7 +302,7 @@ class GPUModelRunner:
                     tokens = self._graph_runner.tokens_of(step, *full)
                     to_draft = partial(drafting.propose, step, tokens, behind)
                 return self._launched(step, rows, variant, logits, None, to_draft)
-        logits_indices = self._batch.logit_index[: len(rows)] if rows else None
+        logits_indices = self._batch.header.logit_index[: len(rows)] if rows else None
         reads_all = drafting is not None and drafting.drafter is not None and drafting.drafter.reads_all_hidden
         hidden = self._graph_runner.mixed(step, None if scores or reads_all else logits_indices)
         if not self._ranks.coords.is_last_stage:

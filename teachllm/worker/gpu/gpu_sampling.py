@@ -48,12 +48,12 @@ class GPUSampling:
     def plain(self, logits: torch.Tensor, num_seqs: int, variant: tuple[bool, bool], verifies: bool) -> None:
         """Samples positions of `num_seqs` sequences, [num_logits, own columns], that ask for no more than filters."""
         batch, count = self._batch, logits.shape[0]
-        rows = batch.sample_rows[:count]
+        rows = batch.header.sample_rows[:count]
         if batch.tree is None:
             batch.append(self.tokens(logits, rows, variant))
             return
         logits = self._columns.gathered(logits)
-        positions = batch.positions.index_select(0, batch.logit_index[:count])
+        positions = batch.positions.index_select(0, batch.header.logit_index[:count])
         proposals = self._proposals(num_seqs, count, verifies and variant[0])
         self._take(self._sampler.sample_positions(logits, rows, positions, variant, proposals), num_seqs)
 
@@ -81,7 +81,7 @@ class GPUSampling:
         """
         batch, verifies = self._batch, any(places)
         proposals = self._proposals(num_seqs, len(rows), verifies)
-        lengths = batch.positions.index_select(0, batch.logit_index[: len(rows)]) + 1
+        lengths = batch.positions.index_select(0, batch.header.logit_index[: len(rows)]) + 1
         outputs: list[SamplerOutput] = []
         for first in range(0, len(rows), SAMPLED_AT_ONCE):
             some = slice(first, first + SAMPLED_AT_ONCE)
@@ -110,11 +110,11 @@ class GPUSampling:
         if batch.tree is None:
             batch.append(sampled)
             return
-        first = batch.sample_first[: num_seqs + 1]
+        first = batch.header.sample_first[: num_seqs + 1]
         if self._synthetic_rate is not None:
             synthetic_verdict(
                 first=first,
-                rows=batch.sample_rows,
+                rows=batch.header.sample_rows,
                 sampled=sampled,
                 token_ids=batch.token_ids,
                 num_known=batch.num_known,
@@ -123,4 +123,4 @@ class GPUSampling:
             )
         batch.accept(sampled, num_seqs)
         if self.mover is not None:
-            self.mover.move(batch.path[:num_seqs], first, batch.sample_rows, batch.num_known, batch.block_tables)
+            self.mover.move(batch.path[:num_seqs], first, batch.header.sample_rows, batch.num_known, batch.block_tables)

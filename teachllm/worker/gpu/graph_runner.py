@@ -192,7 +192,7 @@ class GraphRunner:
         if not self._is_last_stage:
             return None
         if not decode_len:
-            hidden = hidden.index_select(0, batch.logit_index[:num_seqs])
+            hidden = hidden.index_select(0, batch.header.logit_index[:num_seqs])
         logits = self.model.logits(hidden, sharded=True, in_float32=False)
         if variant is None:
             return logits
@@ -281,7 +281,7 @@ class GraphRunner:
             slot_mapping=batch.slot_mapping[:0],
             seq_lens=positions.int() + 1,
             query_start=torch.arange(count + 1, dtype=torch.int32, device=self._batch.device),
-            rows=batch.sample_rows[:count],
+            rows=batch.header.sample_rows[:count],
             num_decodes=count,
         )
         return self._attention.metadata(tokens, can_fuse=False)

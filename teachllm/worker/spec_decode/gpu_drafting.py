@@ -126,8 +126,8 @@ class GPUDrafting:
         found = torch.full((num_logits * (width + 1),), -1, dtype=torch.int32, device=batch.device)
         siblings, draft_rows = found[num_logits:].view(num_logits, width), found[:num_logits]
         draft_proposals(
-            first=batch.sample_first[: num_seqs + 1],
-            rows=batch.sample_rows,
+            first=batch.header.sample_first[: num_seqs + 1],
+            rows=batch.header.sample_rows,
             token_ids=batch.token_ids,
             num_known=batch.num_known,
             num_drawn=batch.num_real,
@@ -170,7 +170,7 @@ class GPUDrafting:
         self, rows: torch.Tensor, num_drafts: int, any_random: bool, step: FlatBatch, hidden: torch.Tensor | None
     ) -> None:
         batch, num_seqs = self._batch, rows.shape[0]
-        num_next = batch.num_next[:num_seqs]
+        num_next = batch.header.num_next[:num_seqs]
         if self.drafter is None:
             self._look_up(rows, num_next, num_drafts)
             return

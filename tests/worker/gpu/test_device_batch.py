@@ -47,14 +47,16 @@ def test_a_mixed_step_with_padding() -> None:
     assert (step.num_decodes, step.sampling, step.num_tokens, step.is_decode) == (1, [0], 6, False)
     batch.send(step, 3, 9)
     batch.build(3)
-    assert batch.query_start[:4].tolist() == [0, 1, 6, 9]
+    assert batch.header.query_start[:4].tolist() == [0, 1, 6, 9]
     assert batch.input_ids[:9].tolist() == [55, 100, 101, 102, 103, 104, 0, 0, 0]
     assert batch.positions[:9].tolist() == [6, 0, 1, 2, 3, 4, 0, 0, 0]
     assert batch.slot_mapping[:9].tolist() == [3 * 4 + 2, 4, 5, 6, 7, 36, -1, -1, -1]
     assert batch.seq_lens[:3].tolist() == [7, 5, 0]
-    assert batch.sample_rows[:2].tolist() == [batch.rows[0].item(), -1] and batch.logit_index[0] == 0
+    assert (
+        batch.header.sample_rows[:2].tolist() == [batch.header.rows[0].item(), -1] and batch.header.logit_index[0] == 0
+    )
     batch.append(torch.tensor([56], device=DEVICE))
-    assert batch.token_ids[batch.rows[0], 6:8].tolist() == [55, 56]
+    assert batch.token_ids[batch.header.rows[0], 6:8].tolist() == [55, 56]
     assert (first[0], batch.output[0]) == (55, 56)  # read behind the device's own, which have waited for it
 
 
@@ -65,8 +67,8 @@ def test_decodes_are_padded_with_sequences_of_one_token_and_no_row() -> None:
     batch.send(step := launch(batch, *(scheduled(name, 2, 1, True) for name in "abc")), 4, 4)
     batch.build(4)
     assert step.is_decode and step.full_graph_shape(5, 40) == (4, 4)
-    assert batch.query_start[:5].tolist() == [0, 1, 2, 3, 4]
-    assert batch.rows[3] == batch.sample_rows[3] == -1 and batch.slot_mapping[3] == -1
+    assert batch.header.query_start[:5].tolist() == [0, 1, 2, 3, 4]
+    assert batch.header.rows[3] == batch.header.sample_rows[3] == -1 and batch.slot_mapping[3] == -1
 
 
 def test_a_request_that_starts_now_is_no_decode_even_with_one_token() -> None:
@@ -101,9 +103,9 @@ def test_padding_sequences_without_tokens_have_none() -> None:
     step = launch(batch, scheduled("a", 0, 3, True, [1], prompt=3))
     batch.send(step, 4, 4)
     batch.build(4)
-    assert batch.query_start[:5].tolist() == [0, 3, 4, 4, 4] and batch.seq_lens[:4].tolist() == [3, 0, 0, 0]
+    assert batch.header.query_start[:5].tolist() == [0, 3, 4, 4, 4] and batch.seq_lens[:4].tolist() == [3, 0, 0, 0]
     batch.clear(4, 2)
-    assert batch.query_start[:5].tolist() == [0, 1, 2, 2, 2]
+    assert batch.header.query_start[:5].tolist() == [0, 1, 2, 2, 2]
 
 
 def test_a_full_batch_has_room_for_padding() -> None:
@@ -113,7 +115,7 @@ def test_a_full_batch_has_room_for_padding() -> None:
     assert shape == (2, 4)
     batch.send(step, *shape)
     batch.build(2)
-    assert batch.rows.tolist() == [0, -1] and batch.query_start.tolist() == [0, 3, 4]
+    assert batch.header.rows.tolist() == [0, -1] and batch.header.query_start.tolist() == [0, 3, 4]
     assert batch.slot_mapping[:4].tolist() == [4, 5, 6, -1] and batch.seq_lens.tolist() == [3, 0]
     batch.append(torch.tensor([55, 56], device=DEVICE))
     assert batch.token_ids[0, :4].tolist() == [100, 101, 102, 55] and batch.num_known.tolist() == [4]

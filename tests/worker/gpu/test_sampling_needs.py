@@ -92,7 +92,7 @@ def test_rows_that_ask_for_more_are_sampled_a_few_at_a_time_and_get_what_they_wo
         params = SamplingParams(temperature=0.9, presence_penalty=0.5, top_k=50, logprobs=row % 3 or None)
         sampler.open_rows([(row, NewRow([row, 2], 2, params, 0, row, frozenset(), ()))])
     batch.positions.fill_(1)
-    batch.sample_rows[:num_rows] = torch.arange(num_rows - 1, -1, -1)
+    batch.header.sample_rows[:num_rows] = torch.arange(num_rows - 1, -1, -1)
     rows, logits = list(range(num_rows - 1, -1, -1)), torch.randn(num_rows, vocab_size)
     together = sampler.sample(logits.clone(), rows, torch.full((num_rows,), 2), batch.token_ids)
     outputs = GPUSampling(batch, sampler, None, None, Columns(vocab_size)).any(
