@@ -17,7 +17,7 @@ MAX_NUM_SEQS = 4
 def make_runner(recorded: set[int]) -> Any:
     """A runner as far as `mixed` goes; its model's hidden states are the tokens' own numbers."""
 
-    def model(input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: Any, metadata: Any) -> torch.Tensor:
+    def model(input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: Any, metadata: Any, _: Any) -> torch.Tensor:
         hidden = torch.arange(len(input_ids))[:, None]
         return hidden if metadata.logits_indices is None else hidden[metadata.logits_indices]
 
