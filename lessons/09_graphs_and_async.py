@@ -94,7 +94,7 @@ show(
 # %% [markdown]
 # So a step's inputs are copied into tensors that stay where they are, kernels read lengths and block tables from the
 # device, and the number of rows is padded to one of a few sizes: 9 requests run in the graph for 16, 65 in the one for
-# 96 (`padded_size`). Those are *full* graphs, of decodes alone. In a step with a prompt of up to 512 tokens attention
+# 96 (`GraphSizes`). Those are *full* graphs, of decodes alone. In a step with a prompt of up to 512 tokens attention
 # is launched as its lengths require, and only the parts between two attentions are recorded: *piecewise*. Longer steps
 # need no graph: they take longer on the device than their launches take on the host.
 #

@@ -43,7 +43,6 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "InputBatch.append": ("append",),
     "StepInputs.rows": ("rows",),
     "DeviceBatch.send": ("send",),
-    "DeviceStep.full_graph_shape": ("full_graph_shape",),
     "EngineCore.scheduler": ("scheduler",),
     "Scheduler.schedule": ("schedule",),
     "Scheduler.update": ("update",),
@@ -133,12 +132,13 @@ class GPUInputs:
         self._limits = config.max_num_seqs, config.max_num_batched_tokens
         self._update, self._prepare = get(batch, "Batch.update"), get(batch, "Batch.prepare")
         self._send = get(batch, "DeviceBatch.send")
+        self._sizes = getattr(batch, "sizes", None)  # older checkouts ask the step
 
     def build(self, plan: Any) -> Any:
         """Pack a plan, padded as its CUDA graph would be."""
         self._update(plan, ())
         step = self._prepare(plan)
-        shape = get(step, "DeviceStep.full_graph_shape")(*self._limits)
+        shape = step.full_graph_shape(*self._limits) if self._sizes is None else self._sizes.full(step)
         num_seqs, num_tokens = shape or (len(step.rows), step.num_tokens)
         self._send(step, num_seqs, num_tokens)
         return step

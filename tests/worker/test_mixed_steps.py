@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from teachllm.worker.gpu.cuda_graphs import GraphSizes
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.graph_runner import GraphRunner
 
@@ -32,7 +33,7 @@ def make_runner(recorded: set[int]) -> Any:
         replay_pieces=lambda key, metadata: torch.arange(key[1])[:, None],
     )
     runner._backend = SimpleNamespace(in_graphs=True, splits_decodes=False)
-    runner._max_num_seqs, runner._eager, runner.kv_caches = MAX_NUM_SEQS, False, []
+    runner._sizes, runner._eager, runner.kv_caches = GraphSizes(MAX_NUM_SEQS, 64), False, []
     runner._drafting = None
     runner.tokens_of = lambda *_: None
     runner._attention = SimpleNamespace(

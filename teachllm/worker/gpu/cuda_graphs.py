@@ -18,17 +18,104 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from teachllm.distributed.group import Counts, Traffic
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.weak_tensor import weak_tensor
+from teachllm.worker.gpu.device_step import DeviceStep
 
-LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
+_LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
+_LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
 _OTHERS_MAY_CALL = "thread_local"  # other threads wait for results, and NCCL's watches its operations, meanwhile
 
 AttentionCall = Callable[[AttentionMetadata], None]
+
+
+class FullKey(NamedTuple):
+    """Name a full graph by all that is fixed in it.
+
+    Attributes:
+        num_seqs, num_tokens: with padding.
+        decode_len: the most tokens per decode; 0: all are prompts.
+        variant: of the sampler, see `Sampler.plain_variant`; None: the graph ends with logits.
+        num_drafts: the most drafts that it proposes for a request; None: the drafter runs outside.
+    """
+
+    num_seqs: int
+    num_tokens: int
+    decode_len: int
+    variant: tuple[bool, bool] | None
+    num_drafts: int | None
+
+
+@dataclass(frozen=True)
+class GraphSizes:
+    """The sizes that steps are padded to, few enough that each is soon recorded.
+
+    Attributes:
+        max_num_seqs, max_num_tokens: of a step.
+        max_drafts: of a request; 0: nothing speculates.
+    """
+
+    max_num_seqs: int
+    max_num_tokens: int
+    max_drafts: int = 0
+
+    def drafts(self, count: int) -> int:
+        """Return the number of drafts per request that a step with at most `count` is padded to."""
+        return min(1 << (count - 1).bit_length(), self.max_drafts) if count else 0
+
+    def sequences(self, count: int) -> int:
+        """Return the number of decodes that so many are padded to."""
+        return _padded_size(count, self.max_num_seqs)
+
+    def decodes(self) -> list[int]:
+        """Return every number of decodes that steps are padded to."""
+        return sorted({self.sequences(count) for count in range(1, self.max_num_seqs + 1)})
+
+    def full(self, step: DeviceStep) -> tuple[int, int] | None:
+        """Return (sequences, tokens), with padding, of the graph that holds a whole step; None: no graph does.
+
+        Decodes alone are padded to a graph's size, and so are a few short prompts alone, with at least one padding
+        sequence, which owns the tokens that are padding, if there are any.
+        """
+        count = len(step.rows)
+        if step.is_decode:
+            size = self.sequences(count)
+            num_tokens = size * step.decode_len
+            if num_tokens > self.max_num_tokens:
+                return None
+            # What some have less than others is padding, and padding needs an owner.
+            return size + (step.decode_len > 1), num_tokens
+        num_seqs = _padded_size(count + 1, self.max_num_seqs + 1)
+        if step.num_decodes or step.num_drafts or num_seqs > _LARGEST_PROMPT_GRAPH:
+            return None
+        if step.num_tokens > self.largest_mixed:
+            return None
+        return num_seqs, _padded_size(step.num_tokens, self.max_num_tokens)
+
+    @property
+    def largest_mixed(self) -> int:
+        """The most tokens of a step with prompts that a graph, or its pieces, hold."""
+        return min(_LARGEST_MIXED_GRAPH, self.max_num_tokens)
+
+    def mixed(self, num_tokens: int) -> int:
+        """Return the tokens of a mixed step with padding; a step that is longer than any graph is not padded."""
+        return _padded_size(num_tokens, self.max_num_tokens) if num_tokens <= _LARGEST_MIXED_GRAPH else num_tokens
+
+
+def _padded_size(count: int, largest: int) -> int:
+    """Return the graph size for `count` tokens: powers of two up to 8, steps of 8 up to 32, 16 to 64, 32 to 512, 64."""
+    if count <= 8:
+        size = 1 << (count - 1).bit_length()
+    else:
+        step = 8 if count <= 32 else 16 if count <= 64 else 32 if count <= 512 else 64
+        size = -(-count // step) * step
+    return min(size, largest)
 
 
 class Graphs:
@@ -147,13 +234,3 @@ class Graphs:
         with torch.cuda.stream(self._stream):
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
-
-
-def padded_size(count: int, largest: int) -> int:
-    """Return the graph size for `count` tokens: powers of two up to 8, steps of 8 up to 32, 16 to 64, 32 to 512, 64."""
-    if count <= 8:
-        size = 1 << (count - 1).bit_length()
-    else:
-        step = 8 if count <= 32 else 16 if count <= 64 else 32 if count <= 512 else 64
-        size = -(-count // step) * step
-    return min(size, largest)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from teachllm.core.scheduler_output import ScheduledRequest, SchedulerOutput
 from teachllm.sampling.transfers import to_device
 from teachllm.spec_decode.tree import DraftTree, TreeTensors
+from teachllm.worker.gpu.cuda_graphs import GraphSizes
 from teachllm.worker.gpu.device_step import LONGEST_DECODE, DeviceStep
 from teachllm.worker.gpu.packed_step import PackedStep, clear, field_sizes, on_host, pack
 from teachllm.worker.rows import Rows
@@ -74,6 +75,7 @@ class DeviceBatch(Rows):
         places: [max_num_batched_tokens] int64, of the flat tokens where the true ones of each sequence stand together,
             where the step has computed each; None: there already, in a chain.
         tree: the shape of the drafts; None: nothing speculates.
+        sizes: that steps are padded to.
 
     Args:
         tree: None: nothing speculates.
@@ -92,6 +94,7 @@ class DeviceBatch(Rows):
     ) -> None:
         super().__init__(max_num_seqs)
         max_drafts = self.max_drafts = 0 if tree is None else len(tree.parents)
+        self.sizes = GraphSizes(max_num_seqs, max_num_batched_tokens, max_drafts)
         self.block_size = block_size
         self.device = device
         # All rows and the header lie in one tensor, so that one kernel reaches them all:
@@ -152,13 +155,9 @@ class DeviceBatch(Rows):
             sampling,
             num_drafts=num_drafts if any(num_drafts) else [],
             num_next=num_next if any(num_next) else [],
-            decode_len=min(1 + self.padded_drafts(max(num_drafts, default=0)), LONGEST_DECODE),
-            most_next=self.padded_drafts(max(num_next, default=0)),
+            decode_len=min(1 + self.sizes.drafts(max(num_drafts, default=0)), LONGEST_DECODE),
+            most_next=self.sizes.drafts(max(num_next, default=0)),
         )
-
-    def padded_drafts(self, count: int) -> int:
-        """Drafts that a graph is recorded for: few numbers, since each is one more recording of every size of batch."""
-        return min(1 << (count - 1).bit_length(), self.max_drafts) if count else 0
 
     def _note(self, rows: Sequence[int], scheduled_requests: Sequence[ScheduledRequest]) -> None:
         """The tokens of requests that start, and all new blocks."""

@@ -1,14 +1,12 @@
-"""DeviceStep: what the host knows of a step whose tokens are on the device, and which graph can hold it."""
+"""DeviceStep: what the host knows of a step whose tokens are on the device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from teachllm.speculative_config import MAX_NODES
-from teachllm.worker.gpu.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
 
 LONGEST_DECODE = 1 + MAX_NODES  # tokens, of which all but one are drafts: what attention takes as one decode
-_LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,32 +67,3 @@ class DeviceStep:
     def speculates(self) -> bool:
         """Drafts are verified in it, or asked for."""
         return bool(self.num_drafts or self.num_next)
-
-    def with_drafts_inside(self) -> DeviceStep:
-        """Padded so that it verifies and asks for equally many drafts: the larger of both numbers.
-
-        They differ when a length changes. A step with some padding takes less than a graph more for each pair.
-        """
-        most = max(self.decode_len - 1, self.most_next)
-        return replace(self, decode_len=1 + most, most_next=most)
-
-    def full_graph_shape(self, max_num_seqs: int, max_num_tokens: int) -> tuple[int, int] | None:
-        """(sequences, tokens), with padding, of the graph that holds this whole step; None if there is no such graph.
-
-        Decodes alone: padded to a graph's size. A few short prompts alone: with at least one padding sequence, which
-        owns the tokens that are padding, if there are any.
-        """
-        count = len(self.rows)
-        if self.is_decode:
-            size = padded_size(count, max_num_seqs)
-            num_tokens = size * self.decode_len
-            if num_tokens > max_num_tokens:
-                return None
-            # What some have less than others is padding, and padding needs an owner.
-            return size + (self.decode_len > 1), num_tokens
-        num_seqs = padded_size(count + 1, max_num_seqs + 1)
-        if self.num_decodes or self.num_drafts or num_seqs > _LARGEST_PROMPT_GRAPH:
-            return None
-        if self.num_tokens > min(max_num_tokens, LARGEST_MIXED_GRAPH):
-            return None
-        return num_seqs, padded_size(self.num_tokens, max_num_tokens)

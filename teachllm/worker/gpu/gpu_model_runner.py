@@ -34,7 +34,7 @@ from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.gpu.attention_inputs import FlatBatch, GPUAttention
-from teachllm.worker.gpu.cuda_graphs import Graphs
+from teachllm.worker.gpu.cuda_graphs import FullKey, Graphs
 from teachllm.worker.gpu.device_batch import NUM_STEPS, DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.gpu_sampling import GPUSampling
@@ -92,7 +92,6 @@ class GPUModelRunner:
                 "speculative_config out"
             )
         self._eager = config.enforce_eager or not (self._backend.in_graphs and ranks.tensor.in_graphs)
-        self._max_num_seqs = config.max_num_seqs
         self._model_config = model_config
         if torch.cuda.memory_reserved(device):  # by an engine that was closed, and may not have been collected yet
             gc.collect()
@@ -144,7 +143,6 @@ class GPUModelRunner:
             sampling=self._sampling,
             drafting=self._drafting,
             is_last_stage=ranks.coords.is_last_stage,
-            max_num_seqs=config.max_num_seqs,
             is_eager=self._eager,
         )
         self._allocate(config, drafter, 1, draft_caches)  # to measure with
@@ -250,10 +248,10 @@ class GPUModelRunner:
                 self._sampler.sample_plain(logits[-1][:1].float(), rows.clone(), known, (True, True))
             for num_tokens, num_decodes in ((1, 1), *((n, 0) for n in _PROMPTS)):
                 step = DeviceStep([0], [num_tokens], [0], num_decodes, sampling=[0])
-                shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
+                shape = batch.sizes.full(step)
                 if shape is not None and self._backend.in_graphs:
                     batch.send(step, *shape)
-                    self._graph_runner.full_step(*shape, int(step.is_decode), (False, False))
+                    self._graph_runner.full_step(FullKey(*shape, int(step.is_decode), (False, False), None))
 
     @torch.inference_mode()
     def _largest_step(self, kv_caches: KVCache, num_sampling_bytes: int) -> tuple[torch.Tensor, ...]:
@@ -290,18 +288,13 @@ class GPUModelRunner:
         if drafting is not None and variant is not None:
             variant = (variant[0], variant[0])  # as they are recorded
         scores = self._prompt_logprobs.any_due(plan.scheduled, step.rows)
-        if not scores and self._backend.in_graphs:
-            is_whole = step.is_decode and variant is not None
-            # What a graph leaves behind is gone with the next one: a drafter that reads it must be in the same.
-            inside = drafting is not None and is_whole and (step.speculates or drafting.reads_step)
-            step, full = self._graph_runner.graph_shape(step, inside)
-            if full is not None and (is_whole or drafting is None or not drafting.reads_step):
-                logits = self._graph_runner.full(step, *full, variant, step.most_next if inside else None, behind)
-                to_draft = None
-                if drafting is not None and not is_whole:
-                    tokens = self._graph_runner.tokens_of(step, *full)
-                    to_draft = partial(drafting.propose, step, tokens, behind)
-                return self._launched(step, rows, variant, logits, None, to_draft)
+        if not scores and (held := self._graph_runner.full_key(step, variant)) is not None:
+            step, key = held
+            logits, to_draft = self._graph_runner.full(step, key, behind), None
+            if drafting is not None and not (step.is_decode and variant is not None):
+                tokens = self._graph_runner.tokens_of(step, key.num_seqs, key.num_tokens)
+                to_draft = partial(drafting.propose, step, tokens, behind)
+            return self._launched(step, rows, variant, logits, None, to_draft)
         logits_indices = self._batch.header.logit_index[: len(rows)] if rows else None
         reads_all = drafting is not None and drafting.drafter is not None and drafting.drafter.reads_all_hidden
         hidden = self._graph_runner.mixed(step, None if scores or reads_all else logits_indices)

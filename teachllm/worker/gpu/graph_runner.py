@@ -3,13 +3,14 @@
     full     a batch of decodes, or of a few short prompts, is one graph from row to sampled token
     mixed    any other batch: everything between two attentions is one recorded piece
 
-Whether a graph exists, what it is called and how a batch is padded to it is decided here and nowhere else; `Graphs`
-only captures and replays. A batch size is captured on its second occurrence.
+Whether a graph can hold a step and whether one is captured is decided here and nowhere else. `GraphSizes` says what a
+step is padded to; `Graphs` only captures and replays. A batch size is captured on its second occurrence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,7 +20,7 @@ from teachllm.layers.attention_backends.base import AttentionBackend
 from teachllm.models.base import Model
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.gpu.attention_inputs import FlatBatch, GPUAttention
-from teachllm.worker.gpu.cuda_graphs import LARGEST_MIXED_GRAPH, AttentionCall, Graphs, padded_size
+from teachllm.worker.gpu.cuda_graphs import AttentionCall, FullKey, Graphs
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.gpu_sampling import GPUSampling
@@ -35,22 +36,12 @@ from teachllm.worker.spec_decode.capture_ahead import (
 from teachllm.worker.spec_decode.draft_progress import Behind
 from teachllm.worker.spec_decode.gpu_drafting import GPUDrafting
 
-FullKey = tuple[str, int, int, int, tuple[bool, bool] | None, int | None]  # see `_full_key`
-
-
-def _full_key(
-    num_seqs: int, num_tokens: int, decode_len: int, variant: tuple[bool, bool] | None, num_drafts: int | None
-) -> FullKey:
-    """Return the key of a full graph."""
-    return ("full", num_seqs, num_tokens, decode_len, variant, num_drafts)
-
 
 class GraphRunner:
     """Run the forward pass of a batch that `DeviceBatch` holds, and in a full graph samples and drafts as well.
 
     Args:
         is_last_stage: this rank has the output head; another stage returns no logits.
-        max_num_seqs: the most requests per step.
         is_eager: never capture a graph.
 
     Attributes:
@@ -69,69 +60,63 @@ class GraphRunner:
         sampling: GPUSampling,
         drafting: GPUDrafting | None,
         is_last_stage: bool,
-        max_num_seqs: int,
         is_eager: bool,
     ) -> None:
         self.model, self._graphs, self._batch = model, graphs, batch
         self._attention, self._backend = attention, backend
         self._sampling, self._drafting = sampling, drafting
-        self._is_last_stage, self._max_num_seqs, self._eager = is_last_stage, max_num_seqs, is_eager
+        self._is_last_stage, self._eager, self._sizes = is_last_stage, is_eager, batch.sizes
         self.kv_caches: KVCache = []
         self.graph_mode = "eager"
 
     # -- in one graph --------------------------------------------------------------------------------------
 
-    def graph_shape(self, step: DeviceStep, drafts_inside: bool) -> tuple[DeviceStep, tuple[int, int] | None]:
-        """Return the step, padded for the graph that holds it, and that graph's shape; None if no graph does."""
-        limits = (self._max_num_seqs, self._batch.input_ids.shape[0])
-        if drafts_inside:
-            padded = step.with_drafts_inside()
-            if (shape := padded.full_graph_shape(*limits)) is not None:
-                return padded, shape
-        return step, step.full_graph_shape(*limits)
-
-    def full(
-        self,
-        step: DeviceStep,
-        num_seqs: int,
-        num_tokens: int,
-        variant: tuple[bool, bool] | None,
-        num_drafts: int | None,
-        behind: Sequence[Behind],
-    ) -> torch.Tensor | None:
-        """Run a step padded to a graph's size and return its logits; None if it has sampled.
+    def full_key(self, step: DeviceStep, variant: tuple[bool, bool] | None) -> tuple[DeviceStep, FullKey] | None:
+        """Return the graph that can hold a step, recorded or not, and the step as padded for it.
 
         Args:
-            num_drafts: the most drafts to propose in this graph; None: the drafter runs outside.
+            variant: of the sampler; None: the step asks for more than a graph samples.
+
+        Returns:
+            None if no graph can hold the step.
+        """
+        drafting, samples = self._drafting, step.is_decode and variant is not None
+        if not self._backend.in_graphs or (drafting is not None and drafting.reads_step and not samples):
+            return None
+        decode_len = step.decode_len if step.is_decode else 0
+        # What a graph leaves behind is gone with the next one: a drafter that reads it must be in the same.
+        if drafting is not None and samples and (step.speculates or drafting.reads_step):
+            # A step verifies and asks for equally many drafts, the larger of both numbers. They differ when a length
+            # changes, and a step with some padding takes less than a graph more for each pair.
+            most = max(step.decode_len - 1, step.most_next)
+            padded = replace(step, decode_len=1 + most, most_next=most)
+            if (shape := self._sizes.full(padded)) is not None:
+                return padded, FullKey(*shape, 1 + most, variant, most)
+            num_drafts: int | None = step.most_next
+        else:
+            num_drafts = None
+        shape = self._sizes.full(step)
+        return None if shape is None else (step, FullKey(*shape, decode_len, variant, num_drafts))
+
+    def full(self, step: DeviceStep, key: FullKey, behind: Sequence[Behind]) -> torch.Tensor | None:
+        """Run a step as `full_key` returns it, and return its logits; None if it has sampled.
+
+        Args:
             behind: what a drafter in this graph has to catch up with.
         """
-        decode_len = step.decode_len if step.is_decode else 0
-        key = _full_key(num_seqs, num_tokens, decode_len, variant, num_drafts)
         has_graph = self._graphs.has(key)
         if not has_graph and not self._eager and self._graphs.is_due(key):
-            has_graph = self._record(num_seqs, num_tokens, decode_len, variant, num_drafts)
-        self._batch.send(step, num_seqs, num_tokens)
-        if num_drafts is not None and self._drafting is not None:
+            has_graph = self._capture(key)
+        self._batch.send(step, key.num_seqs, key.num_tokens)
+        if key.num_drafts is not None and self._drafting is not None:
             self._drafting.catch_up(behind)
         self.graph_mode = "full" if has_graph else "eager"
-        if has_graph:
-            return self._graphs.replay(key)
-        return self.full_step(num_seqs, num_tokens, decode_len, variant, num_drafts)
+        return self._graphs.replay(key) if has_graph else self.full_step(key)
 
-    def _record(
-        self,
-        num_seqs: int,
-        num_tokens: int,
-        decode_len: int,
-        variant: tuple[bool, bool] | None,
-        num_drafts: int | None,
-    ) -> bool:
+    def _capture(self, key: FullKey) -> bool:
         """Capture a full graph; it also runs once before, on padding alone."""
-        self._batch.clear(num_seqs, num_tokens)
-        return self._graphs.capture(
-            _full_key(num_seqs, num_tokens, decode_len, variant, num_drafts),
-            lambda: self.full_step(num_seqs, num_tokens, decode_len, variant, num_drafts),
-        )
+        self._batch.clear(key.num_seqs, key.num_tokens)
+        return self._graphs.capture(key, lambda: self.full_step(key))
 
     @torch.inference_mode()
     def record_ahead(self, sizes: Sequence[int], is_adaptive: bool, num_blocks: int) -> Prior | None:
@@ -149,56 +134,42 @@ class GraphRunner:
             return None
         recorded: dict[tuple[int, int], FullKey] = {}
         seconds: dict[tuple[int, int], float] = {}
-        with torch.cuda.device(self._batch.device):
+        with torch.cuda.device(batch.device):
             steps = decode_steps(batch, is_adaptive)
             for size, step in steps.items():
-                shape = step.full_graph_shape(self._max_num_seqs, batch.input_ids.shape[0])
-                assert shape is not None
-                num_seqs, num_tokens = shape
-                inside = step.most_next if step.speculates or drafting.reads_step else None
                 for variant in VARIANTS:
-                    if self._record(num_seqs, num_tokens, step.decode_len, variant, inside):
-                        recorded[size] = _full_key(num_seqs, num_tokens, step.decode_len, variant, inside)
+                    held = self.full_key(step, variant)
+                    assert held is not None
+                    if self._capture(held[1]):
+                        recorded[size] = held[1]
             num_known = known_tokens(batch)
             if not is_adaptive or not num_known:
                 return None
             batch.pretend(num_known, num_blocks)
             for size, key in recorded.items():
-                _, num_seqs, num_tokens, *_ = key
-                batch.send(steps[size], num_seqs, num_tokens)
+                batch.send(steps[size], key.num_seqs, key.num_tokens)
                 seconds[size] = seconds_of(partial(self._graphs.replay, key), batch)
             behind = per_token_behind(drafting)
             batch.forget()
         return as_prior(seconds, behind, batch, sizes)
 
-    def full_step(
-        self,
-        num_seqs: int,
-        num_tokens: int,
-        decode_len: int,
-        variant: tuple[bool, bool] | None,
-        num_drafts: int | None = None,
-    ) -> torch.Tensor | None:
-        """Run what a full graph holds: from rows to logits, or to sampled ids and the next drafts.
-
-        Args:
-            decode_len: the most tokens per decode; 0: all are prompts.
-            num_drafts: as of `full`.
-        """
-        batch, drafting = self._batch, self._drafting
-        batch.build(num_seqs, num_seqs if decode_len else 0)
-        tokens = FlatBatch.of(batch, num_seqs, num_tokens, num_seqs if decode_len else 0, decode_len or 1)
-        hidden = self._forward(num_tokens, self._attention.metadata(tokens, can_fuse=self.model.fuses_decodes))
+    def full_step(self, key: FullKey) -> torch.Tensor | None:
+        """Run what a full graph holds: from rows to logits, or to sampled ids and the next drafts."""
+        batch, drafting, decode_len = self._batch, self._drafting, key.decode_len
+        num_decodes = key.num_seqs if decode_len else 0
+        batch.build(key.num_seqs, num_decodes)
+        tokens = FlatBatch.of(batch, key.num_seqs, key.num_tokens, num_decodes, decode_len or 1)
+        hidden = self._forward(key.num_tokens, self._attention.metadata(tokens, can_fuse=self.model.fuses_decodes))
         if not self._is_last_stage:
             return None
         if not decode_len:
-            hidden = hidden.index_select(0, batch.header.logit_index[:num_seqs])
+            hidden = hidden.index_select(0, batch.header.logit_index[: key.num_seqs])
         logits = self.model.logits(hidden, sharded=True, in_float32=False)
-        if variant is None:
+        if key.variant is None:
             return logits
-        self._sampling.plain(logits, num_seqs, variant, verifies=decode_len > 1)
-        if drafting is not None and num_drafts is not None:
-            drafting.propose_decodes(tokens, num_drafts, variant[0], hidden)
+        self._sampling.plain(logits, key.num_seqs, key.variant, verifies=decode_len > 1)
+        if drafting is not None and key.num_drafts is not None:
+            drafting.propose_decodes(tokens, key.num_drafts, key.variant[0], hidden)
         return None
 
     def _forward(self, num_tokens: int, metadata: AttentionMetadata) -> torch.Tensor:
@@ -242,12 +213,12 @@ class GraphRunner:
 
     def _is_padded(self, step: DeviceStep) -> bool:
         """Return whether a mixed step is padded; without graphs too, as the same kernels then give the same bits."""
-        return self._backend.in_graphs and step.num_tokens <= LARGEST_MIXED_GRAPH
+        return self._backend.in_graphs and step.num_tokens <= self._sizes.largest_mixed
 
     def mixed_shape(self, step: DeviceStep) -> tuple[int, int]:
         """Return (sequences, tokens) of a mixed step, with padding."""
         num_tokens = step.num_tokens
-        size = padded_size(num_tokens, self._batch.input_ids.shape[0]) if self._is_padded(step) else num_tokens
+        size = self._sizes.mixed(num_tokens) if self._is_padded(step) else num_tokens
         return len(step.rows) + (size > num_tokens), size
 
     def _capture_mixed(self, key: tuple[str, int], size: int) -> bool:

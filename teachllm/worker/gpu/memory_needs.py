@@ -26,7 +26,7 @@ from teachllm.models.model_config import ModelConfig
 from teachllm.spec_decode.load import DrafterConfig
 from teachllm.spec_decode.medusa import MedusaConfig
 from teachllm.spec_decode.tree import DraftTree
-from teachllm.worker.gpu.cuda_graphs import LARGEST_MIXED_GRAPH, padded_size
+from teachllm.worker.gpu.cuda_graphs import GraphSizes
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.spec_decode.capture_ahead import VARIANTS, decode_steps
@@ -178,15 +178,15 @@ def graph_bytes(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig
     """Return what all of `num_recordings` hold, and those that an engine that speculates records ahead."""
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert num_seqs and num_tokens
-    size, largest = dtype_bytes(model.dtype), min(LARGEST_MIXED_GRAPH, num_tokens)
+    size, largest = dtype_bytes(model.dtype), GraphSizes(num_seqs, num_tokens).largest_mixed
     most = num_seqs + 1  # with one of padding
     num_layers = num_recordings(config) * model.num_layers
     if config.speculative_config is not None:
         tree = DraftTree.of_config(config.speculative_config)
         batch = _meta_batch(config, tree)
         # What speculates is recorded when it is needed, too: as many tokens as the most requests may verify.
-        sizes = [padded_size(count, num_seqs) * (1 + batch.max_drafts) for count in range(1, num_seqs + 1)]
-        most = max(most, *(1 + size for size in sizes if size <= num_tokens))
+        verified = [count * (1 + batch.max_drafts) for count in batch.sizes.decodes()]
+        most = max(most, *(1 + count for count in verified if count <= num_tokens))
         steps = decode_steps(batch, config.speculative_config.adaptive).values()
         rounds = sum(tree.num_levels(step.most_next) for step in steps)  # a drafter runs once for each level
         num_drafter_layers = 0 if drafter is None else len(drafter.specs)
@@ -208,22 +208,23 @@ def num_recordings(config: EngineConfig) -> int:
     """Return how many there are when every size has been met: decodes, prompts alone, mixed steps.
 
     Each of the first two with one way of sampling, though every further one (greedy, random, filtered, outside of the
-    graph) is recorded beside it. The sizes of prompts are asked of `DeviceStep`, step by step.
+    graph) is recorded beside it. The sizes of prompts are asked of `GraphSizes`, step by step.
     """
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert num_seqs and num_tokens
-    largest = min(LARGEST_MIXED_GRAPH, num_tokens)
+    sizes = GraphSizes(num_seqs, num_tokens)
+    largest = sizes.largest_mixed
     full: set[tuple[bool, tuple[int, int]]] = set()
     for count in range(1, num_seqs + 1):
         each = list(range(count))
         decodes = DeviceStep(each, [1] * count, each, num_decodes=count, sampling=each)
         prompts = (DeviceStep(each, [1] * (count - 1) + [n], each, 0, each) for n in range(1, largest + 1))
         for step in chain([decodes], prompts):
-            shape = step.full_graph_shape(num_seqs, num_tokens)
+            shape = sizes.full(step)
             if shape is None:  # nor is there one for longer prompts
                 break
             full.add((step.is_decode, shape))
-    mixed = {padded_size(count, num_tokens) for count in range(1, largest + 1)}
+    mixed = {sizes.mixed(count) for count in range(1, largest + 1)}
     return len(full) + len(mixed)
 
 

@@ -16,7 +16,6 @@ from statistics import median
 import torch
 
 from teachllm.spec_decode.step_times import Prior
-from teachllm.worker.gpu.cuda_graphs import padded_size
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.spec_decode.draft_progress import Behind
@@ -35,12 +34,11 @@ def decode_steps(batch: DeviceBatch, is_adaptive: bool) -> dict[tuple[int, int],
     Both numbers with padding: those of a batch that is not as large, or drafts less, are the next larger ones. Without
     `is_adaptive` all draft as much as they can, but for those near their end.
     """
-    max_num_seqs = batch.num_known.shape[0]
     num_known = max(known_tokens(batch), 1)
     counts = range(batch.max_drafts + 1) if is_adaptive else (0, batch.max_drafts)
-    lengths = sorted({batch.padded_drafts(count) for count in counts})
+    lengths = sorted({batch.sizes.drafts(count) for count in counts})
     found: dict[tuple[int, int], DeviceStep] = {}
-    for num_seqs in sorted({padded_size(count, max_num_seqs) for count in range(1, max_num_seqs + 1)}):
+    for num_seqs in batch.sizes.decodes():
         every = list(range(num_seqs))
         for num_drafts in lengths if num_seqs <= _MOST_DRAFTED_FOR else lengths[:1]:
             drafts = [num_drafts] * num_seqs if num_drafts else []
@@ -56,7 +54,7 @@ def decode_steps(batch: DeviceBatch, is_adaptive: bool) -> dict[tuple[int, int],
                 decode_len=1 + num_drafts,
                 most_next=num_drafts,
             )
-            if step.full_graph_shape(max_num_seqs, batch.input_ids.shape[0]) is not None:
+            if batch.sizes.full(step) is not None:
                 found[num_seqs, num_drafts] = step
     return found
 
@@ -100,13 +98,12 @@ def as_prior(seconds: dict[tuple[int, int], float], behind: float, batch: Device
         behind: of a token, see `Prior`.
         sizes: as of `AdaptiveLength`.
     """
-    max_num_seqs = batch.num_known.shape[0]
     most = max((num_seqs for num_seqs, num_drafts in seconds if num_drafts), default=0)
 
     def ratio(num_requests: int, levels: int) -> float:
-        num_seqs = padded_size(min(max(num_requests, 1), max_num_seqs), max_num_seqs)
+        num_seqs = batch.sizes.sequences(min(max(num_requests, 1), batch.sizes.max_num_seqs))
         at = min(num_seqs, most)
-        plain, drafting = (seconds.get((at, batch.padded_drafts(sizes[k]))) for k in (0, levels))
+        plain, drafting = (seconds.get((at, batch.sizes.drafts(sizes[k]))) for k in (0, levels))
         if plain is None or drafting is None:
             return 1.0 + sizes[levels]  # a step that no graph holds is longer than any that one does
         if num_seqs <= at:

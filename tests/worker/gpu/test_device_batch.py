@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from teachllm import SamplingParams
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest, SchedulerOutput
+from teachllm.worker.gpu.cuda_graphs import GraphSizes
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
 
@@ -66,7 +67,7 @@ def test_decodes_are_padded_with_sequences_of_one_token_and_no_row() -> None:
     batch.send(launch(batch, *prompts), 3, 6)
     batch.send(step := launch(batch, *(scheduled(name, 2, 1, True) for name in "abc")), 4, 4)
     batch.build(4)
-    assert step.is_decode and step.full_graph_shape(5, 40) == (4, 4)
+    assert step.is_decode and GraphSizes(5, 40).full(step) == (4, 4)
     assert batch.header.query_start[:5].tolist() == [0, 1, 2, 3, 4]
     assert batch.header.rows[3] == batch.header.sample_rows[3] == -1 and batch.slot_mapping[3] == -1
 
@@ -77,9 +78,9 @@ def test_a_request_that_starts_now_is_no_decode_even_with_one_token() -> None:
     # The prefix of "b" is cached but for its last token, perhaps in a block that "a" fills in this step.
     step = launch(batch, scheduled("a", 2, 1, True), scheduled("b", 4, 1, True, [1, 2], prompt=5))
     assert step.num_decodes == 1 and not step.is_decode
-    assert step.full_graph_shape(5, 40) is None
+    assert GraphSizes(5, 40).full(step) is None
     alone = launch(make_batch(), scheduled("c", 0, 1, True, [1], prompt=1))
-    assert alone.num_decodes == 0 and alone.full_graph_shape(5, 40) == (2, 1)
+    assert alone.num_decodes == 0 and GraphSizes(5, 40).full(alone) == (2, 1)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=9), st.integers(1, 900), st.integers(0, 20))
@@ -88,7 +89,7 @@ def test_a_graph_of_prompts_fits_the_buffers_and_has_a_sequence_for_its_padding(
 ) -> None:
     max_num_seqs = len(query_lens) + more
     step = DeviceStep(list(range(len(query_lens))), query_lens, [0] * len(query_lens), 0, [])
-    shape = step.full_graph_shape(max_num_seqs, max_num_tokens)
+    shape = GraphSizes(max_num_seqs, max_num_tokens).full(step)
     if shape is not None:
         num_seqs, num_tokens = shape
         assert len(query_lens) < num_seqs <= max_num_seqs + 1 and sum(query_lens) <= num_tokens <= max_num_tokens
@@ -98,7 +99,7 @@ def test_padding_sequences_without_tokens_have_none() -> None:
     batch = make_batch()
     names = "abcd"
     step = launch(batch, *(scheduled(name, 0, 1, True, [block], prompt=1) for block, name in enumerate(names, 1)))
-    assert step.full_graph_shape(8, 40) == (8, 4)
+    assert GraphSizes(8, 40).full(step) == (8, 4)
     batch = make_batch()
     step = launch(batch, scheduled("a", 0, 3, True, [1], prompt=3))
     batch.send(step, 4, 4)
@@ -111,7 +112,7 @@ def test_padding_sequences_without_tokens_have_none() -> None:
 def test_a_full_batch_has_room_for_padding() -> None:
     batch = make_batch(max_num_seqs=1)
     step = launch(batch, scheduled("a", 0, 3, True, [1], prompt=3))
-    shape = step.full_graph_shape(1, 40)
+    shape = GraphSizes(1, 40).full(step)
     assert shape == (2, 4)
     batch.send(step, *shape)
     batch.build(2)

@@ -30,6 +30,7 @@ from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.worker import kv_scales
 from teachllm.worker.executor import Executor
 from teachllm.worker.gpu import graph_runner
+from teachllm.worker.gpu.cuda_graphs import FullKey
 from teachllm.worker.gpu.launched_step import LaunchedStep, PendingStep
 from teachllm.worker.spec_decode import gpu_drafting
 from teachllm.worker.spec_decode.gpu_draft_batch import GPUDraftBatch
@@ -119,7 +120,7 @@ def test_drafts_proposed_and_verified_in_a_graph_are_those_of_a_cpu(method: str)
             (output,), num_held = generated(llm, PROMPTS[1:2], params)
         found.append((output.outputs[0].token_ids, num_held))
     assert found[0] == found[1]
-    assert any(key[0] == "full" for key in llm.engine.core.executor._runner._graphs._full)  # type: ignore[attr-defined]
+    assert llm.engine.core.executor._runner._graphs._full  # type: ignore[attr-defined]
 
 
 @thorough
@@ -422,9 +423,9 @@ def test_every_size_of_decodes_is_recorded_ahead(monkeypatch: pytest.MonkeyPatch
         (3, 6, 3, 2),
     }
     variants = ((False, False), (True, True))  # random rows without filters take the graphs of those with
-    assert recorded == {("full", *shape, variant, more) for *shape, more in shapes for variant in variants}
+    assert recorded == {FullKey(*shape, variant, more) for *shape, more in shapes for variant in variants}
     for prompt, temperature in zip(PROMPTS[:2], (0.0, 1.0), strict=True) if THOROUGH else ():
         params = SamplingParams(temperature=temperature, max_tokens=12, ignore_eos=True)
         llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    later = {key for key in set(graphs._full) - recorded if key[3]}  # but for prompts
+    later = {key for key in set(graphs._full) - recorded if key.decode_len}  # but for prompts
     assert not later

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from teachllm.spec_decode.tree import DraftTree
+from teachllm.worker.gpu.cuda_graphs import FullKey, GraphSizes
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
+from teachllm.worker.gpu.graph_runner import GraphRunner
 from teachllm.worker.spec_decode.capture_ahead import as_prior, decode_steps, known_tokens
 
 CPU = torch.device("cpu")
@@ -46,6 +51,9 @@ def test_a_graph_has_room_for_what_is_verified_and_what_is_asked_for(verified: i
     drafts, more = [verified] * 2 if verified else [], [asked] * 2 if asked else []
     step = DeviceStep([0, 1], [1 + verified] * 2, [9, 9], 2, [0, 1], drafts, more, 1 + verified, asked)
     assert step.speculates
-    inside = step.with_drafts_inside()
+    runner: Any = GraphRunner.__new__(GraphRunner)
+    runner._drafting, runner._backend = SimpleNamespace(reads_step=False), SimpleNamespace(in_graphs=True)
+    runner._sizes = GraphSizes(8, 64, max_drafts=3)
+    inside, key = runner.full_key(step, (False, False))
     assert (inside.decode_len, inside.most_next) == (1 + padded, padded)
-    assert inside.full_graph_shape(8, 64) == (3, 2 * (1 + padded))
+    assert key == FullKey(3, 2 * (1 + padded), 1 + padded, (False, False), padded)
