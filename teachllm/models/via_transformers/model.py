@@ -172,7 +172,7 @@ class _Given(nn.Module):
         return self
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> MoeModelOutputWithPast:
-        output = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+        output = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
         output.cross_attentions = None  # which some heads pass on
         return output
 

@@ -142,7 +142,7 @@ class RankProcesses:
 
     def fileno(self) -> int:
         """Readable when `receive` would not wait."""
-        return self._lines.selector.fileno()  # type: ignore[attr-defined, no-any-return]
+        return self._lines.selector.fileno()
 
     def kill(self) -> None:
         """Implement `RankLines.kill`."""
