@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from teachllm import LLM, SamplingParams
-from teachllm.worker.spec_decode.drafting import Drafting
+from teachllm.worker.cpu.drafting import Drafting
 from tests.spec_decode.drafters import speculation
 from tests.worker.engines import random_ids, tiny, tokens
 

@@ -34,6 +34,7 @@ from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.speculative_config import MAX_SPECULATIVE_TOKENS
+from teachllm.worker.cpu.drafting import Drafting
 from teachllm.worker.cpu.input_batch import InputBatch, StepInputs
 from teachllm.worker.cpu.libc_settings import keep_freed_memory
 from teachllm.worker.kv_cache import (
@@ -48,7 +49,6 @@ from teachllm.worker.kv_scales import calibrate, enable_kv_quantization, layers_
 from teachllm.worker.prompt_logprobs import PromptLogprobs
 from teachllm.worker.rows import OpenedRow
 from teachllm.worker.runner import ReadyOutput
-from teachllm.worker.spec_decode.drafting import Drafting
 from teachllm_kernels.attention.kv_quantization import as_bytes
 from teachllm_kernels.sampling.philox import philox_uniform_reference
 

@@ -41,6 +41,7 @@ from teachllm.worker.gpu.gpu_sampling import GPUSampling
 from teachllm.worker.gpu.graph_runner import GraphRunner
 from teachllm.worker.gpu.launched_step import LaunchedStep, PendingStep
 from teachllm.worker.gpu.memory_needs import compare, measure_needs, sampling_bytes, ungated_bytes
+from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
 from teachllm.worker.kv_cache import (
     KVCache,
     allocate_kv_cache,
@@ -53,7 +54,6 @@ from teachllm.worker.kv_cache import (
 )
 from teachllm.worker.kv_scales import calibrate, enable_kv_quantization, layers_of
 from teachllm.worker.prompt_logprobs import PromptLogprobs
-from teachllm.worker.spec_decode.gpu_drafting import GPUDrafting
 from teachllm_kernels.attention.kv_move import KVMover
 from teachllm_kernels.compile_ahead import compiling_ahead
 

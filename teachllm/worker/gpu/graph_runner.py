@@ -24,8 +24,7 @@ from teachllm.worker.gpu.cuda_graphs import AttentionCall, FullKey, Graphs
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.gpu_sampling import GPUSampling
-from teachllm.worker.kv_cache import KVCache
-from teachllm.worker.spec_decode.capture_ahead import (
+from teachllm.worker.gpu.spec_decode.capture_ahead import (
     VARIANTS,
     as_prior,
     decode_steps,
@@ -33,8 +32,9 @@ from teachllm.worker.spec_decode.capture_ahead import (
     per_token_behind,
     seconds_of,
 )
-from teachllm.worker.spec_decode.draft_progress import Behind
-from teachllm.worker.spec_decode.gpu_drafting import GPUDrafting
+from teachllm.worker.gpu.spec_decode.draft_progress import Behind
+from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
+from teachllm.worker.kv_cache import KVCache
 
 
 class GraphRunner:

@@ -29,7 +29,7 @@ from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.gpu.cuda_graphs import GraphSizes
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
-from teachllm.worker.spec_decode.capture_ahead import VARIANTS, decode_steps
+from teachllm.worker.gpu.spec_decode.capture_ahead import VARIANTS, decode_steps
 from teachllm_kernels.attention.decode_plan import DecodePlan
 from teachllm_kernels.linear.hopper_gated_linear import FROM_ROWS
 from teachllm_kernels.linear.hopper_linear import has_hopper

@@ -32,8 +32,8 @@ from teachllm.worker.executor import Executor
 from teachllm.worker.gpu import graph_runner
 from teachllm.worker.gpu.cuda_graphs import FullKey
 from teachllm.worker.gpu.launched_step import LaunchedStep, PendingStep
-from teachllm.worker.spec_decode import gpu_drafting
-from teachllm.worker.spec_decode.gpu_draft_batch import GPUDraftBatch
+from teachllm.worker.gpu.spec_decode import gpu_drafting
+from teachllm.worker.gpu.spec_decode.gpu_draft_batch import GPUDraftBatch
 from teachllm_kernels.linear.scaled import scaled_linear
 from teachllm_kernels.speculation.draft_rows import push
 from tests.checkpoints import VOCAB_SIZE
@@ -52,7 +52,7 @@ from tests.worker.gpu.test_gpu_model_runner import Recording
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        torch.cuda.is_available(), reason="a GPU runs this itself: tests/worker/spec_decode/test_gpu_drafting.py"
+        torch.cuda.is_available(), reason="a GPU runs this itself: tests/worker/gpu/spec_decode/test_gpu_drafting.py"
     ),
 ]
 thorough = pytest.mark.skipif(not THOROUGH, reason="interpreted, it takes long")

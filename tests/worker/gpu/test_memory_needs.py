@@ -36,6 +36,7 @@ from teachllm.worker.gpu.memory_needs import (
     sampling_bytes,
     ungated_bytes,
 )
+from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
 from teachllm.worker.kv_cache import (
     allocate_kv_cache,
     allocate_layers,
@@ -43,7 +44,6 @@ from teachllm.worker.kv_cache import (
     drafter_needs,
     kv_cache_specs,
 )
-from teachllm.worker.spec_decode.gpu_drafting import GPUDrafting
 from teachllm_kernels.attention.decode_plan import DecodePlan
 from teachllm_kernels.linear.hopper_gated_linear import FROM_ROWS
 from tests.bench.h200_script import h200

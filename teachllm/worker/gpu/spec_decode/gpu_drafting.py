@@ -31,8 +31,8 @@ from teachllm.speculative_config import SpeculativeConfig
 from teachllm.worker.gpu.attention_inputs import FlatBatch, GPUAttention
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
-from teachllm.worker.spec_decode.draft_progress import Behind, DraftProgress, in_parts
-from teachllm.worker.spec_decode.gpu_draft_batch import Asking, GPUDraftBatch, UndraftedBatch
+from teachllm.worker.gpu.spec_decode.draft_progress import Behind, DraftProgress, in_parts
+from teachllm.worker.gpu.spec_decode.gpu_draft_batch import Asking, GPUDraftBatch, UndraftedBatch
 from teachllm_kernels.speculation.draft_rows import push
 from teachllm_kernels.speculation.prompt_lookup import prompt_lookup_triton
 from teachllm_kernels.speculation.verify_drafts import draft_proposals

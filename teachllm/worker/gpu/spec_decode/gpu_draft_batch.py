@@ -18,7 +18,7 @@ from teachllm.worker.gpu.attention_inputs import FlatBatch
 from teachllm_kernels.speculation.draft_rows import draft_inputs, following_ids
 
 if TYPE_CHECKING:
-    from teachllm.worker.spec_decode.gpu_drafting import GPUDrafting
+    from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ import torch
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
-from teachllm.worker.spec_decode.draft_progress import Behind
-from teachllm.worker.spec_decode.gpu_drafting import GPUDrafting
+from teachllm.worker.gpu.spec_decode.draft_progress import Behind
+from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
 
 _NUM_KNOWN = 1024  # tokens of a request, if that many fit
 # Of random tokens and of filters, see `Sampler.plain_variant`: random rows without filters go through them, too.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest
 from teachllm.sampling_params import SamplingParams
-from teachllm.worker.spec_decode.draft_progress import Behind, DraftProgress, in_parts
+from teachllm.worker.gpu.spec_decode.draft_progress import Behind, DraftProgress, in_parts
 
 BLOCK_SIZE, MAX_DRAFTS = 4, 2
 

@@ -1,0 +1,1 @@
+"""Drafting on the rows of a GPU's batch."""

@@ -1,1 +1,0 @@
-"""Drafting on the rows of a batch, on a CPU and on a GPU."""
