@@ -3,29 +3,69 @@
 The names and defaults are vLLM's, so that a script moves between the two unchanged. Everything here is
 plain data: the arithmetic lives in `teachllm/sampling`, the stop rules in `core/request.py` (token ids)
 and `engine/text/detokenizer.py` (strings).
+
+The dataclass is the list of parameters. The table on the device, the options of commands, the fields of the server
+and the trace are derived from it; `docs/extending/sampling-parameter.md` shows how to add one.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 _MAX_COMPLETIONS = 16_384  # of one prompt; each is a request of its own
 _GREEDY_EPSILON = 1e-5  # a temperature below this is greedy: dividing by it would overflow
 
-# What each parameter is; those of the second kind may also be None.
-_INTEGERS = ("n", "top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs")
-_NUMBERS = (
-    *("temperature", "top_p", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
-_FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
-_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
-_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "stop", "allowed_token_ids", "logit_bias")
-_NONE_IS_EMPTY = ("stop_token_ids", "bad_words")  # as vLLM takes it
+Default = TypeVar("Default")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Describe the range of a number.
+
+    Attributes:
+        text: the range in words, for an error: a value "must be" this.
+        ge, gt, le, lt: at least, more than, at most, less than.
+    """
+
+    text: str
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def hold(self, value: float) -> bool:
+        """Return whether a value is in the range; what is not a number never is."""
+        return (
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """Describe a parameter beyond its name, type and default.
+
+    Attributes:
+        bounds: the range of its values.
+        stage: the stage of the sampler that reads it from the table on the device; None: it is not in the table.
+        option: the help text of its command-line option; None: it has no option.
+    """
+
+    bounds: Bounds | None = None
+    stage: Literal["constraint", "penalty", "temperature", "filter"] | None = None
+    option: str | None = None
+
+
+def _parameter(default: Default, **spec: Any) -> Default:
+    """Return a field of `SamplingParams` with this default and `ParameterSpec`."""
+    made: Any = field(default=default, metadata={"spec": ParameterSpec(**spec)})
+    return made  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,46 +102,64 @@ class SamplingParams:
         ValueError: a parameter is not of its type, or out of its range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    n: int = _parameter(1, bounds=Bounds(f"from 1 to {_MAX_COMPLETIONS}", ge=1, le=_MAX_COMPLETIONS))
+    temperature: float = _parameter(
+        1.0,
+        bounds=Bounds("0 (greedy) or more, and finite", ge=0, lt=float("inf")),
+        stage="temperature",
+        option="0 is greedy; higher is more varied.",
+    )
+    top_k: int = _parameter(
+        0,
+        bounds=Bounds("0 or -1 (all), or how many tokens to keep", ge=-1),
+        stage="filter",
+        option="Sample from the k most likely tokens.",
+    )
+    top_p: float = _parameter(
+        1.0,
+        bounds=Bounds("in (0, 1]", gt=0, le=1),
+        stage="filter",
+        option="Sample from the fewest tokens that reach this probability.",
+    )
+    min_p: float = _parameter(
+        0.0,
+        bounds=Bounds("in [0, 1]", ge=0, le=1),
+        stage="filter",
+        option="Sample from tokens at least this fraction as likely as the likeliest.",
+    )
+    repetition_penalty: float = _parameter(
+        1.0,
+        bounds=Bounds("above 0 (1 is off)", gt=0, lt=float("inf")),
+        stage="penalty",
+        option="Above 1 makes tokens that were already there less likely.",
+    )
+    presence_penalty: float = _parameter(0.0, bounds=Bounds("in [-2, 2]", ge=-2, le=2), stage="penalty")
+    frequency_penalty: float = _parameter(0.0, bounds=Bounds("in [-2, 2]", ge=-2, le=2), stage="penalty")
     logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | Sequence[str] | None = None
+    seed: int | None = _parameter(None, option="Fixes the noise: the same request gives the same tokens.")
+    max_tokens: int | None = _parameter(16, bounds=Bounds("at least 1", ge=1), option="Output tokens at most.")
+    min_tokens: int = _parameter(0, bounds=Bounds("0 or more", ge=0), stage="constraint")
+    stop: str | Sequence[str] | None = _parameter(
+        None, option="End the output at this text; may be given several times."
+    )
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     bad_words: Sequence[str] = ()
     allowed_token_ids: Sequence[int] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = _parameter(None, bounds=Bounds("0 or more, or -1 for the whole vocabulary", ge=-1))
+    prompt_logprobs: int | None = _parameter(None, bounds=Bounds("0 or more, or -1 for the whole vocabulary", ge=-1))
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         self._check_types()
-        self._check("n", 1 <= self.n <= _MAX_COMPLETIONS, f"from 1 to {_MAX_COMPLETIONS}")
-        self._check("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or more, and finite")
-        self._check("top_k", self.top_k >= -1, "0 or -1 (all), or how many tokens to keep")
-        self._check("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
-        self._check("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
-        self._check("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "above 0 (1 is off)")
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._check(name, -2.0 <= getattr(self, name) <= 2.0, "in [-2, 2]")
-        self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
-        self._check("min_tokens", self.min_tokens >= 0, "0 or more")
+        for name, spec in PARAMETERS.items():
+            value = getattr(self, name)
+            if spec.bounds is not None and value is not None:
+                self._check(name, spec.bounds.hold(value), spec.bounds.text)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: lower it")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            self._check(name, value is None or value >= -1, "0 or more, or -1 for the whole vocabulary")
         self._check("stop", "" not in self.stop_strings, "strings of at least one character")
         self._check("bad_words", "" not in self.bad_words, "strings of at least one character")
         self._check("allowed_token_ids", self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "not empty")
@@ -110,28 +168,16 @@ class SamplingParams:
 
     def _check_types(self) -> None:
         """Bring every parameter to its type, or refuse it: what a step would stumble over never gets there."""
-        for name in _NONE_IS_EMPTY:
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, ())
-        kinds: tuple[tuple[tuple[str, ...], Callable[[Any], Any], str], ...] = (
-            (_INTEGERS, _integer, "a whole number of at most 64 bits"),
-            (("seed",), as_whole, "a whole number"),
-            (_NUMBERS, as_number, "a number that a float can hold"),
-            (_FLAGS, as_flag, "True or False"),
-            (("stop",), _text_or_texts, "a string or a list of strings, of whole characters"),
-            (("bad_words",), _texts, "a list of strings, of whole characters"),
-            (_ID_LISTS, _ids, "a list of token ids"),
-            (("logit_bias",), _biases, "a dictionary of token ids and numbers"),
-        )
-        for names, convert, wanted in kinds:
-            for name in names:
-                value = getattr(self, name)
-                if value is None and name in _MAY_BE_NONE:
-                    continue
-                try:
-                    object.__setattr__(self, name, convert(value))
-                except (TypeError, ValueError, OverflowError, RuntimeError):  # PyTorch's, of a tensor with several
-                    self._check(name, False, wanted)
+        for name, (convert, wanted, may_be_none) in _CONVERSIONS.items():
+            value = getattr(self, name)
+            if value is None and may_be_none:
+                continue
+            if value is None and DEFAULTS[name] == ():  # as vLLM takes it
+                value = ()
+            try:
+                object.__setattr__(self, name, convert(value))
+            except (TypeError, ValueError, OverflowError, RuntimeError):  # PyTorch's, of a tensor with several
+                self._check(name, False, wanted)
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
 
@@ -147,6 +193,28 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < _GREEDY_EPSILON
+
+    def num_candidates(self, vocab_size: int) -> int:
+        """Return how many tokens `top_k` leaves of a vocabulary: all of them where it is off."""
+        return self.top_k if 0 < self.top_k < vocab_size else vocab_size
+
+    def has_filter(self, vocab_size: int) -> bool:
+        """Return whether a filter may leave out tokens of a draw. A greedy request draws nothing."""
+        others = any(getattr(self, name) != DEFAULTS[name] for name in FILTERS if name != "top_k")
+        return not self.greedy and (others or self.num_candidates(vocab_size) < vocab_size)
+
+    @property
+    def has_penalty(self) -> bool:
+        """Return whether tokens that were already there become more or less likely."""
+        return any(getattr(self, name) != DEFAULTS[name] for name in PENALTIES)
+
+
+PARAMETERS: dict[str, ParameterSpec] = {
+    each.name: each.metadata.get("spec", ParameterSpec()) for each in fields(SamplingParams)
+}
+DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(SamplingParams)}
+FILTERS = tuple(name for name, spec in PARAMETERS.items() if spec.stage == "filter")
+PENALTIES = tuple(name for name, spec in PARAMETERS.items() if spec.stage == "penalty")
 
 
 def fits_int64(value: int) -> bool:
@@ -222,3 +290,22 @@ def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise TypeError
     return {_integer(token_id): as_number(bias) for token_id, bias in value.items()}
+
+
+def _conversion(name: str, annotation: str) -> tuple[Callable[[Any], Any], str, bool]:
+    """Return what brings a parameter to its type, what an error asks for, and whether None is a value."""
+    of_type: dict[str, tuple[Callable[[Any], Any], str]] = {
+        "int": (_integer, "a whole number of at most 64 bits"),
+        "float": (as_number, "a number that a float can hold"),
+        "bool": (as_flag, "True or False"),
+        "str | Sequence[str]": (_text_or_texts, "a string or a list of strings, of whole characters"),
+        "Sequence[str]": (_texts, "a list of strings, of whole characters"),
+        "Sequence[int]": (_ids, "a list of token ids"),
+        "dict[int, float]": (_biases, "a dictionary of token ids and numbers"),
+    }
+    plain = annotation.removesuffix(" | None")
+    convert, wanted = (as_whole, "a whole number") if name == "seed" else of_type[plain]  # a seed may be of any size
+    return convert, wanted, plain != annotation
+
+
+_CONVERSIONS = {each.name: _conversion(each.name, str(each.type)) for each in fields(SamplingParams)}

@@ -10,7 +10,7 @@ Heat: Min-p Sampling", 2024.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -34,10 +34,7 @@ def count_nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Ten
 
 def apply_filters(
     logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
+    parameters: Mapping[str, torch.Tensor],
     num_candidates: int,
     nucleus: CountNucleus = count_nucleus,
 ) -> torch.Tensor:
@@ -45,24 +42,23 @@ def apply_filters(
 
     Args:
         logits: [F, vocab_size] float32.
-        temperature: [F] float32, above 0; "likely" means after dividing by it.
-        top_k: [F] int64, the vocabulary's size where off.
-        top_p, min_p: [F] float32; 1 and 0 cut nothing.
+        parameters: the rows' parameters by name, [F] each. "temperature" is above 0, and "likely" means after dividing
+            by it; "top_k" is the vocabulary's size where it is off.
         num_candidates: the largest `top_k`; only this many values per row are sorted.
         nucleus: says how many tokens top-p keeps.
 
     Returns:
         [F, vocab_size] float32.
     """
-    scaled = logits / temperature[:, None]
-    scaled = cut_min_p(scaled, min_p, scaled.amax(dim=-1, keepdim=True))
-    candidates = best_of(scaled, num_candidates, top_k)
-    num_kept = count_kept(candidates, candidates.softmax(dim=-1), top_p, nucleus)
+    scaled = logits / parameters["temperature"][:, None]
+    scaled = cut_min_p(scaled, parameters["min_p"], scaled.amax(dim=-1, keepdim=True))
+    candidates = best_of(scaled, num_candidates, parameters["top_k"])
+    num_kept = count_kept(candidates, candidates.softmax(dim=-1), parameters["top_p"], nucleus)
     return logits.masked_fill(~largest(scaled, candidates.gather(1, num_kept - 1), num_kept), _MINUS_INFINITY)
 
 
 def cut_min_p(logits: torch.Tensor, min_p: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """Cuts tokens less than `min_p` times as likely as the row's best, [F, 1]. Other shapes as in `apply_filters`."""
+    """Return the logits without tokens less than `min_p`, [F], times as likely as the row's best, [F, 1]."""
     # p(token) / p(best) = exp(logit - best), so no softmax is needed.
     return logits.masked_fill(logits < best + min_p.log()[:, None], _MINUS_INFINITY)
 

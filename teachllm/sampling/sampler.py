@@ -25,13 +25,15 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow, TokenLogprobs
 from teachllm.distributed.group import ALONE, Group
+from teachllm.sampling.device_parameters import Parameters
 from teachllm.sampling.filters import CountNucleus, apply_filters, count_nucleus
 from teachllm.sampling.logprobs import PendingLogprobs, token_logprobs
 from teachllm.sampling.penalties import apply_penalties
 from teachllm.sampling.shared_filters import apply_shared_filters
 from teachllm.sampling.shared_vocabulary import Columns
-from teachllm.sampling.state import Parameters, SamplingState, Selection
+from teachllm.sampling.state import SamplingState, Selection
 from teachllm.sampling.verify import Proposals
+from teachllm.sampling_params import FILTERS
 from teachllm_kernels.sampling.philox import STREAM_DRAFT
 from teachllm_kernels.sampling.random_sample import gumbel_scores_reference
 from teachllm_kernels.speculation.rejection_reference import (
@@ -40,6 +42,11 @@ from teachllm_kernels.speculation.rejection_reference import (
     judge,
     rejection_sample_reference,
 )
+
+
+def draws_by_kernel(device: torch.device) -> bool:
+    """Return whether kernels filter and draw, for all rows of a step; elsewhere torch does, for those that need it."""
+    return device.type == "cuda"
 
 
 @dataclass(slots=True)
@@ -221,9 +228,9 @@ class Sampler:
         Args:
             places: [R], the row of `token_ids` that holds each logits row's sequence.
         """
-        num_prompt_tokens = parameters.num_prompt_tokens
+        num_prompt_tokens = parameters["num_prompt_tokens"]
         if selection.constraints is not None:
-            selection.constraints.apply(logits, places, lengths, token_ids, num_prompt_tokens, parameters.min_tokens)
+            selection.constraints.apply(logits, places, lengths, token_ids, num_prompt_tokens, parameters["min_tokens"])
         chosen = selection.penalized
         if chosen is not None:
             histories = token_ids[places[chosen]]
@@ -234,9 +241,9 @@ class Sampler:
                 histories - self._columns.first_id,
                 lengths[chosen],
                 num_prompt_tokens[chosen],
-                parameters.repetition_penalty[chosen],
-                parameters.presence_penalty[chosen],
-                parameters.frequency_penalty[chosen],
+                parameters["repetition_penalty"][chosen],
+                parameters["presence_penalty"][chosen],
+                parameters["frequency_penalty"][chosen],
             )
         return logits
 
@@ -253,10 +260,10 @@ class Sampler:
         parameters = self._state.parameters(self._state.select(rows).rows[chosen])
         drawn = draft_sample_reference(
             logits[chosen],
-            parameters.temperature,
-            parameters.seed,
-            lengths[chosen] - parameters.num_prompt_tokens,
-            parameters.child_index,
+            parameters["temperature"],
+            parameters["seed"],
+            lengths[chosen] - parameters["num_prompt_tokens"],
+            parameters["child_index"],
             num=num,
         )
         return best.index_copy_(0, chosen, drawn)
@@ -274,12 +281,24 @@ class Sampler:
         proposals: Proposals | None,
     ) -> torch.Tensor:
         """[R] int64: the best token of greedy rows, a random one of the others."""
-        output_indices = lengths - parameters.num_prompt_tokens
-        if logits.is_cuda:  # as without these options: what a neighbour asks for changes no row's token
-            rows = selection.rows.int()
-            if proposals is None:
-                return self._state.draw(logits, rows, output_indices, any_random=True, any_filtered=True)
-            return self._state.verify(logits, rows, output_indices, True, proposals)
+        output_indices = lengths - parameters["num_prompt_tokens"]
+        if not draws_by_kernel(self._state.device):
+            return self._draw_by_torch(logits, selection, parameters, output_indices, proposals)
+        # As without other options: what a neighbour asks for changes no row's token.
+        rows = selection.rows.int()
+        if proposals is None:
+            return self._state.draw(logits, rows, output_indices, any_random=True, any_filtered=True)
+        return self._state.verify(logits, rows, output_indices, True, proposals)
+
+    def _draw_by_torch(
+        self,
+        logits: torch.Tensor,
+        selection: Selection,
+        parameters: Parameters,
+        output_indices: torch.Tensor,
+        proposals: Proposals | None,
+    ) -> torch.Tensor:
+        """Do the same as the kernels, for the rows that are random or have a filter alone."""
         chosen, columns = selection.random, self._columns
         if chosen is None:
             return columns.argmax(logits)
@@ -289,21 +308,15 @@ class Sampler:
         filtered = selection.filtered
         if filtered is not None:
             among = chosen[filtered]
+            theirs = {name: parameters[name][among] for name in ("temperature", *FILTERS)}
             if columns.are_all:
                 apply = partial(apply_filters, nucleus=self._nucleus)
             else:
                 apply = partial(apply_shared_filters, columns=columns)
-            drawn[filtered] = apply(
-                drawn[filtered],
-                temperature=parameters.temperature[among],
-                top_k=parameters.top_k[among],
-                top_p=parameters.top_p[among],
-                min_p=parameters.min_p[among],
-                num_candidates=selection.num_candidates,
-            )
-        temperature = parameters.temperature[chosen]
-        seeds = parameters.seed[chosen]
-        child_indices = parameters.child_index[chosen]
+            drawn[filtered] = apply(drawn[filtered], theirs, selection.num_candidates)
+        temperature = parameters["temperature"][chosen]
+        seeds = parameters["seed"][chosen]
+        child_indices = parameters["child_index"][chosen]
         if proposals is None:
             logits[chosen] = gumbel_scores_reference(
                 drawn,

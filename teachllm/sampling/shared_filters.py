@@ -11,6 +11,8 @@ rounding, if those before it come so close to p.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from teachllm.sampling.filters import apply_filters, best_of, count_kept, cut_min_p, largest
@@ -22,18 +24,15 @@ _MINUS_INFINITY = float("-inf")
 
 def apply_shared_filters(
     logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
+    parameters: Mapping[str, torch.Tensor],
     num_candidates: int,
     columns: Columns,
 ) -> torch.Tensor:
     """Do the same as `apply_filters`, of [F, width] logits; all ranks with the same rows."""
-    group = columns.group
-    scaled = logits / temperature[:, None]
+    group, top_k, top_p = columns.group, parameters["top_k"], parameters["top_p"]
+    scaled = logits / parameters["temperature"][:, None]
     best = group.all_gather(scaled.amax(dim=-1, keepdim=True)).amax(dim=0)  # [F, 1]
-    scaled = cut_min_p(scaled, min_p, best)
+    scaled = cut_min_p(scaled, parameters["min_p"], best)
     num_own = num_told(num_candidates, columns)
     own = torch.topk(scaled, num_own, dim=-1).values
     own_sum = (scaled - best).exp().sum(dim=-1, keepdim=True)
@@ -63,10 +62,7 @@ def apply_shared_filters(
     if unsettled.numel():
         whole = apply_filters(
             columns.gathered(logits[unsettled]),
-            temperature[unsettled],
-            top_k[unsettled],
-            top_p[unsettled],
-            min_p[unsettled],
+            {name: values[unsettled] for name, values in parameters.items()},
             num_candidates,
         )
         filtered[unsettled] = columns.own(whole)

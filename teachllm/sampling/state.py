@@ -2,12 +2,9 @@
 
 A decode step must not build tensors per request, so a request's numbers are written once, when its row opens,
 and gathered by row afterwards. They are written into tables on the host, which go to the device whole: one copy
-each, however many rows open in a step. Which rows need what is kept on the host in sets: the sampler asks once per
-batch composition (`select`), and a step that repeats the last one reuses the answer.
-
-    floats [max_num_rows, 6]   temperature, top_p, min_p, repetition, presence, frequency
-    ints   [max_num_rows, 5]   seed, child index, prompt length, top_k, min_tokens
-    constraints {row: ...}     id lists, only for rows that have any
+each, however many rows open in a step (`device_parameters.py`). Which rows need what is kept on the host in sets: the
+sampler asks once per batch composition (`select`), and a step that repeats the last one reuses the answer. Id lists are
+kept for the rows that have any.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.constraints import BatchConstraints, RowConstraints, join_constraints
+from teachllm.sampling.device_parameters import DeviceParameters, Parameters, values_of
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.transfers import to_device
 from teachllm.sampling.validation import check_some_token_allowed
@@ -28,26 +26,8 @@ from teachllm_kernels.sampling.philox import STREAM_SAMPLE
 from teachllm_kernels.sampling.random_sample import sample_triton
 from teachllm_kernels.speculation.rejection import rejection_sample_triton
 
-_SIGN = 1 << 63
 _MOST_SELECTIONS = 64  # batches change from step to step; the last ones are kept
 _MOST_IDS = 1 << 19  # of constraints, in all of them together: 32 bytes each
-
-
-@dataclass(slots=True, frozen=True)
-class Parameters:
-    """The parameters of some rows, gathered: each [num_rows], float32 or int64."""
-
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    repetition_penalty: torch.Tensor
-    presence_penalty: torch.Tensor
-    frequency_penalty: torch.Tensor
-    seed: torch.Tensor
-    child_index: torch.Tensor
-    num_prompt_tokens: torch.Tensor
-    top_k: torch.Tensor
-    min_tokens: torch.Tensor
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,7 +38,7 @@ class Selection:
         rows: [R] the request row of each logits row.
         random: logits rows with a temperature.
         penalized: logits rows with a repetition, presence or frequency penalty.
-        filtered: positions *within `random`* that have top_k, top_p or min_p.
+        filtered: positions *within `random`* that have a filter.
         num_candidates: the largest top_k of the filtered rows, or the vocabulary if one of them has none.
         constraints: allowed ids, bad words, biases and minimum lengths of all logits rows.
         logprobs: (logits row, how many top entries) of those that asked.
@@ -81,12 +61,10 @@ class SamplingState:
     def __init__(self, max_num_rows: int, columns: Columns, device: torch.device) -> None:
         self.columns = columns
         self.device = device
-        self._host_floats = torch.zeros((max_num_rows, 6), dtype=torch.float32)
-        self._host_ints = torch.zeros((max_num_rows, 5), dtype=torch.int64)
-        self._floats, self._ints = self._host_floats.to(device, copy=True), self._host_ints.to(device, copy=True)
+        self._parameters = DeviceParameters(max_num_rows, device)
         self._random: set[int] = set()
         self._penalized: set[int] = set()
-        self._top_k: dict[int, int] = {}  # of the filtered rows; the vocabulary's size where top_k is off
+        self._num_candidates: dict[int, int] = {}  # of the filtered rows: how many tokens top_k leaves
         self._constraints: dict[int, RowConstraints] = {}
         self._num_logprobs: dict[int, int] = {}
         self._selections: dict[tuple[int, ...], Selection] = {}  # by the rows that were asked for
@@ -103,26 +81,18 @@ class SamplingState:
         """
         for row, new_row in opened:
             self._open(row, new_row)
-        for table, host in ((self._floats, self._host_floats), (self._ints, self._host_ints)):
-            # A GPU reads pinned memory when it comes to it, without the host waiting.
-            table.copy_(host.pin_memory() if table.is_cuda else host, non_blocking=True)
+        self._parameters.send()
 
     def _open(self, row: int, new_row: NewRow) -> None:
         self.close_row(row)
         params, vocab_size = new_row.sampling_params, self.columns.vocab_size
         constraints = self._constraints_of(new_row)
-        top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        temperature = 0.0 if params.greedy else params.temperature  # what is all but 0 is greedy beside others, too
-        self._host_floats.numpy()[row] = (temperature, params.top_p, params.min_p, *penalties)
-        seed = (new_row.seed + _SIGN) % (2 * _SIGN) - _SIGN  # the same 64 bits, read as signed
-        ints = (seed, new_row.child_index, new_row.num_prompt_tokens, top_k, params.min_tokens)
-        self._host_ints.numpy()[row] = ints
+        self._parameters.write(row, values_of(new_row, vocab_size))
         if not params.greedy:
             self._random.add(row)
-            if top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0:
-                self._top_k[row] = top_k
-        if penalties != (1.0, 0.0, 0.0):
+        if params.has_filter(vocab_size):
+            self._num_candidates[row] = params.num_candidates(vocab_size)
+        if params.has_penalty:
             self._penalized.add(row)
         if constraints is not None:
             self._constraints[row] = constraints
@@ -143,7 +113,7 @@ class SamplingState:
         self._forget_selections()
         self._random.discard(row)
         self._penalized.discard(row)
-        for by_row in (self._top_k, self._constraints, self._num_logprobs):
+        for by_row in (self._num_candidates, self._constraints, self._num_logprobs):
             by_row.pop(row, None)
 
     def is_random(self, row: int) -> bool:
@@ -160,7 +130,7 @@ class SamplingState:
         special = (self._penalized, self._constraints.keys(), self._num_logprobs.keys())
         if not all(those.isdisjoint(rows) for those in special):
             return None
-        return not self._random.isdisjoint(rows), not self._top_k.keys().isdisjoint(rows)
+        return not self._random.isdisjoint(rows), not self._num_candidates.keys().isdisjoint(rows)
 
     def sample_plain(
         self,
@@ -174,12 +144,12 @@ class SamplingState:
         """Implement `Sampler.sample_plain`."""
         output_index = rows  # nothing reads it where nothing is random
         if any_random:
-            output_index = (num_known - self._ints[:, 2]).index_select(0, rows.clamp(min=0))
+            output_index = (num_known - self._parameters.num_prompt_tokens).index_select(0, rows.clamp(min=0))
         return self.draw(logits, rows, output_index, any_random, any_filtered, columns=columns)
 
     def output_index(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """[R] int64, how many tokens requests have sampled, of which `lengths` are known."""
-        return lengths - self._ints[:, 2].index_select(0, rows.clamp(min=0))
+        return lengths - self._parameters.num_prompt_tokens.index_select(0, rows.clamp(min=0))
 
     def verify(
         self,
@@ -190,16 +160,10 @@ class SamplingState:
         proposals: Proposals,
     ) -> torch.Tensor:
         """Do the same as `draw`, where tokens were proposed."""
-        every = Parameters(*self._floats.unbind(1), *self._ints.unbind(1))
         return rejection_sample_triton(
             logits,
             rows,
-            temperature=every.temperature,
-            top_k=every.top_k,
-            top_p=every.top_p,
-            min_p=every.min_p,
-            seed=every.seed,
-            child_index=every.child_index,
+            self._parameters.table,
             output_index=output_index,
             draft_logits=proposals.draft_logits,
             draft_rows=proposals.draft_rows,
@@ -224,16 +188,10 @@ class SamplingState:
             stream: of the noise, see `philox.py`.
             The others as in `Sampler.sample_plain`.
         """
-        every = Parameters(*self._floats.unbind(1), *self._ints.unbind(1))
         sampled = sample_triton(
             logits if columns is None else logits[:, : columns.num_own],
             rows,
-            temperature=every.temperature,
-            top_k=every.top_k,
-            top_p=every.top_p,
-            min_p=every.min_p,
-            seed=every.seed,
-            child_index=every.child_index,
+            self._parameters.table,
             output_index=output_index,
             any_random=any_random,
             any_filtered=any_filtered,
@@ -258,7 +216,7 @@ class SamplingState:
 
     def _selection(self, rows: list[int]) -> Selection:
         random = [i for i, row in enumerate(rows) if row in self._random]
-        filtered = [i for i, index in enumerate(random) if rows[index] in self._top_k]
+        filtered = [i for i, index in enumerate(random) if rows[index] in self._num_candidates]
         logprobs = [(i, self._num_logprobs[row]) for i, row in enumerate(rows) if row in self._num_logprobs]
         constrained = [(i, self._constraints[row]) for i, row in enumerate(rows) if row in self._constraints]
         return Selection(
@@ -266,7 +224,7 @@ class SamplingState:
             random=self._indices(random),
             penalized=self._indices(i for i, row in enumerate(rows) if row in self._penalized),
             filtered=self._indices(filtered),
-            num_candidates=max((self._top_k[rows[random[i]]] for i in filtered), default=0),
+            num_candidates=max((self._num_candidates[rows[random[i]]] for i in filtered), default=0),
             constraints=join_constraints(constrained, self.device) if constrained else None,
             logprobs=logprobs,
             asked=self._indices(i for i, _ in logprobs),
@@ -274,7 +232,7 @@ class SamplingState:
 
     def parameters(self, rows: torch.Tensor) -> Parameters:
         """The parameters of these request rows, [num_rows] each."""
-        return Parameters(*self._floats[rows].unbind(1), *self._ints[rows].unbind(1))
+        return self._parameters.gather(rows)
 
     def _indices(self, indices: Iterable[int]) -> torch.Tensor | None:
         listed = list(indices)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from teachllm.core.scheduler_output import NewRow
+from teachllm.sampling.device_parameters import parameters_of
 from teachllm.sampling.filters import apply_filters
 from teachllm.sampling.sampler import Sampler
 from teachllm.sampling.verify import Proposals
@@ -208,9 +209,8 @@ class _Experiment:
         """[VOCAB_SIZE, VOCAB_SIZE] float64, the probability of each pair of tokens after token 0."""
         target, rule = self._target.cpu(), self._rule
         if rule.top_k:
-            every = torch.ones(VOCAB_SIZE)
-            top_k = torch.full((VOCAB_SIZE,), rule.top_k)
-            target = apply_filters(target, rule.temperature * every, top_k, every, 0.0 * every, rule.top_k)
+            params = SamplingParams(temperature=rule.temperature, top_k=rule.top_k)
+            target = apply_filters(target, parameters_of([params] * VOCAB_SIZE, VOCAB_SIZE), rule.top_k)
         after = (target.double() / rule.temperature).softmax(dim=-1)
         return after[0, :, None] * after
 

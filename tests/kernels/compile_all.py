@@ -16,6 +16,7 @@ import torch
 from compile_launch import ONE_EACH, SHARED_MEMORY, architectures, compile_instead, compiled
 from triton.runtime.jit import JITFunction
 
+from teachllm.sampling.device_parameters import DeviceParameters
 from teachllm_kernels.attention import kv_quantization, paged_decode, paged_prefill
 from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.attention.hopper_decode import hopper_decode
@@ -294,7 +295,8 @@ def compile_wide_decode(dtype: torch.dtype, group: int, head_size: int) -> None:
 
 
 def compile_sampling() -> None:
-    rows, longs, floats = ints(16), ints(16, dtype=torch.int64), torch.zeros(16)
+    rows, longs = ints(16), ints(16, dtype=torch.int64)
+    table = DeviceParameters(16, torch.device("cpu")).table
     for dtype, any_random, any_filtered in (
         (torch.float32, True, True),
         (torch.bfloat16, True, False),
@@ -304,12 +306,7 @@ def compile_sampling() -> None:
         sample_triton(
             logits,
             rows,
-            temperature=floats,
-            top_k=longs,
-            top_p=floats,
-            min_p=floats,
-            seed=longs,
-            child_index=longs,
+            table,
             output_index=longs,
             any_random=any_random,
             any_filtered=any_filtered,
@@ -319,12 +316,7 @@ def compile_sampling() -> None:
         rejection_sample_triton(
             drafted.to(dtype),
             rows,
-            temperature=floats,
-            top_k=longs,
-            top_p=floats,
-            min_p=floats,
-            seed=longs,
-            child_index=longs,
+            table,
             output_index=longs,
             draft_logits=drafted,
             draft_rows=rows,

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachllm.core.scheduler_output import NewRow
+from teachllm.sampling.device_parameters import parameters_of
 from teachllm.sampling.filters import apply_filters, count_nucleus
 from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling_params import SamplingParams
@@ -128,8 +129,7 @@ def test_draws_follow_the_exact_distribution(params: dict[str, Any]) -> None:
 
 def test_a_top_p_of_one_cuts_nothing_however_unlikely() -> None:
     logits = -2.0 * torch.arange(60.0)[None]  # the sum of probabilities is 1 in float32 long before the end
-    one_row, all_tokens = torch.ones(1), torch.tensor([60])
-    kept = apply_filters(logits, one_row, all_tokens, top_p=one_row, min_p=torch.zeros(1), num_candidates=60)
+    kept = apply_filters(logits, parameters_of([SamplingParams()], 60), num_candidates=60)
     assert torch.equal(kept, logits)
 
 

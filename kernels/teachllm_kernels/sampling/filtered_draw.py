@@ -22,7 +22,10 @@ probabilities in another order, which matters for a token on whose very edge the
 from __future__ import annotations
 
 from teachllm_kernels._triton import tl, triton
+from teachllm_kernels.sampling.parameter_table import CHILD_INDEX, MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P
 from teachllm_kernels.sampling.philox import gumbel_noise
+
+_NO_BOUND = tl.constexpr(-3.3e38)  # below every logit but minus infinity
 
 
 @triton.jit
@@ -45,11 +48,6 @@ def unpacked_id(packed):
 
 
 @triton.jit
-def is_filtered(top_k, top_p, min_p, vocab_size):
-    return (top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0)
-
-
-@triton.jit
 def group_stats(
     logits_ptr, first, end, temperature, group_max_ptr, group_mass_ptr, BLOCK: tl.constexpr, GROUP: tl.constexpr
 ):
@@ -69,29 +67,29 @@ def group_stats(
 
 @triton.jit
 def filtered_draw(
-    logits_ptr, temperature, top_k, top_p, min_p, seed, child_index, output_index,
+    logits_ptr, floats_ptr, ints_ptr, output_index,
     group_max_ptr, group_mass_ptr, listed_ptr, candidates_ptr,
     vocab_size, num_groups,
     STREAM: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Return the token id, int64. The pointers are to this row's values.
+    """Return the token id, int64. The pointers are to this row's values, `floats_ptr` and `ints_ptr` to its parameters.
 
     `listed_ptr` [num_groups] and `candidates_ptr` [CANDIDATES] point to scratch memory.
     """
     threshold, last_tied, num_listed, _ = filtered_cut(
-        logits_ptr, temperature, top_k, top_p, min_p, group_max_ptr, group_mass_ptr, listed_ptr, candidates_ptr,
+        logits_ptr, floats_ptr, ints_ptr, group_max_ptr, group_mass_ptr, listed_ptr, candidates_ptr,
         vocab_size, num_groups, GROUP, NUM_GROUPS_PADDED, TILE, CANDIDATES,
     )  # fmt: skip
     return kept_draw(
-        logits_ptr, temperature, threshold, last_tied, seed, child_index, output_index,
+        logits_ptr, floats_ptr, ints_ptr, threshold, last_tied, output_index,
         listed_ptr, num_listed, vocab_size, STREAM, GROUP, TILE,
     )  # fmt: skip
 
 
 @triton.jit
 def filtered_cut(
-    logits_ptr, temperature, top_k, top_p, min_p,
+    logits_ptr, floats_ptr, ints_ptr,
     group_max_ptr, group_mass_ptr, listed_ptr, candidates_ptr,
     vocab_size, num_groups,
     GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
@@ -101,14 +99,16 @@ def filtered_cut(
     Returns:
         The threshold, the last id kept among those equal to it, the number of groups listed, and the largest logit.
     """
+    temperature = tl.load(floats_ptr + TEMPERATURE)
+    top_k, top_p = tl.load(ints_ptr + TOP_K).to(tl.int32), tl.load(floats_ptr + TOP_P)
     scale = 1.4426950408889634 / temperature  # of logits, for a power of 2 where exp is meant
     group = tl.arange(0, NUM_GROUPS_PADDED)
     largest = tl.load(group_max_ptr + group, mask=group < num_groups, other=-3.4e38)
     top = tl.max(largest)
     top = tl.where(top == 0.0, 0.0, top)  # not -0, after which the next integer is a 0 as large
-    bound = tl.maximum(top + temperature * tl.log(min_p), -3.3e38)  # what min-p keeps; log(0) is minus infinity
+    bound = _likelihood_bound(floats_ptr, temperature, top)
     mass = 0.0
-    only_top_p = (top_p < 1.0) & (top_k >= vocab_size) & (min_p <= 0.0)
+    only_top_p = (top_p < 1.0) & (top_k >= vocab_size) & (bound <= _NO_BOUND)
     if only_top_p:
         group_weight = tl.load(group_mass_ptr + group, mask=group < num_groups, other=0.0)
         group_weight *= tl.exp2((largest - top) * scale)
@@ -157,10 +157,12 @@ def is_kept(x, ids, threshold, last_tied):
 
 @triton.jit
 def kept_draw(
-    logits_ptr, temperature, threshold, last_tied, seed, child_index, output_index, listed_ptr, num_listed, vocab_size,
+    logits_ptr, floats_ptr, ints_ptr, threshold, last_tied, output_index, listed_ptr, num_listed, vocab_size,
     STREAM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Return the token id, int64, drawn from what `filtered_cut` keeps."""
+    temperature = tl.load(floats_ptr + TEMPERATURE)
+    seed, child_index = tl.load(ints_ptr + SEED), tl.load(ints_ptr + CHILD_INDEX)
     best = tl.full([TILE * GROUP], float("-inf"), tl.float32)
     best_id = tl.zeros([TILE * GROUP], tl.int32)
     for start in range(0, num_listed, TILE):
@@ -186,6 +188,13 @@ def kept_mass(
         x, ids = _candidates(logits_ptr, listed_ptr, start, num_listed, vocab_size, GROUP, TILE)
         mass += tl.where(is_kept(x, ids, threshold, last_tied), tl.exp2((x - top) * scale), 0.0)
     return tl.sum(mass)
+
+
+@triton.jit
+def _likelihood_bound(floats_ptr, temperature, top):
+    """Return the smallest logit kept by filters that compare a token with the most likely one, which has `top`."""
+    min_p = tl.load(floats_ptr + MIN_P)
+    return tl.maximum(top + temperature * tl.log(min_p), _NO_BOUND)  # log(0) is minus infinity
 
 
 @triton.jit

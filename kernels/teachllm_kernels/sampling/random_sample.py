@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
-from teachllm_kernels.sampling.filtered_draw import best_packed, filtered_draw, group_stats, is_filtered, unpacked_id
+from teachllm_kernels.sampling.filtered_draw import best_packed, filtered_draw, group_stats, unpacked_id
+from teachllm_kernels.sampling.parameter_table import CHILD_INDEX, IS_FILTERED, SEED, TEMPERATURE, ParameterTable
 from teachllm_kernels.sampling.philox import STREAM_SAMPLE, gumbel_noise, philox_reference, philox_uniform_reference
 
 __all__ = [
@@ -96,10 +97,10 @@ def gumbel_noise_reference(
 @triton.jit(do_not_specialize=["tiles_per_chunk"])  # it depends on the number of rows
 def _scan(
     logits_ptr, rows_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
+    floats_ptr, ints_ptr, output_index_ptr,
     best_ptr, group_max_ptr, group_mass_ptr,
     vocab_size, first_id, num_groups, tiles_per_chunk,
-    logits_stride, float_stride, int_stride,
+    logits_stride, floats_stride, ints_stride,
     STREAM: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr,
     SKEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -111,16 +112,18 @@ def _scan(
     if row < 0:
         return
     logits_ptr += i * logits_stride
+    floats_ptr += row * floats_stride
+    ints_ptr += row * ints_stride
     first = chunk * tiles_per_chunk * BLOCK
     end = tl.minimum(first + tiles_per_chunk * BLOCK, vocab_size)
     heat, key, child, output = 0.0, 0, 0, 0
     if RANDOM:
-        heat = tl.load(temperature_ptr + row * float_stride)
-        key, child = tl.load(seed_ptr + row * int_stride), tl.load(child_index_ptr + row * int_stride)
+        heat = tl.load(floats_ptr + TEMPERATURE)
+        key, child = tl.load(ints_ptr + SEED), tl.load(ints_ptr + CHILD_INDEX)
         output = tl.load(output_index_ptr + i)
     if FILTERED:
-        k, p = tl.load(top_k_ptr + row * int_stride), tl.load(top_p_ptr + row * float_stride)
-        if (heat > 0.0) & is_filtered(k, p, tl.load(min_p_ptr + row * float_stride), vocab_size):
+        is_filtered = tl.load(ints_ptr + IS_FILTERED) > 0
+        if is_filtered:
             to = i * num_groups
             group_stats(logits_ptr, first, end, heat, group_max_ptr + to, group_mass_ptr + to, BLOCK, GROUP)
             return
@@ -162,10 +165,10 @@ def best_of_chunk(
 @triton.jit(do_not_specialize=["num_chunks"])  # it depends on the number of rows
 def _pick(
     logits_ptr, rows_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
+    floats_ptr, ints_ptr, output_index_ptr,
     best_ptr, group_max_ptr, group_mass_ptr, listed_ptr, candidates_ptr, out_ptr,
     vocab_size, num_groups, num_chunks,
-    logits_stride, float_stride, int_stride,
+    logits_stride, floats_stride, ints_stride,
     STREAM: tl.constexpr, NUM_CHUNKS_PADDED: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr,
     TILE: tl.constexpr, CANDIDATES: tl.constexpr, FILTERED: tl.constexpr, OF_SOME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -178,14 +181,13 @@ def _pick(
         tl.store(out_ptr + i, _TOKEN_0 if OF_SOME else 0)
         return
     if FILTERED:
-        heat, k = tl.load(temperature_ptr + row * float_stride), tl.load(top_k_ptr + row * int_stride)
-        p, least = tl.load(top_p_ptr + row * float_stride), tl.load(min_p_ptr + row * float_stride)
-        if (heat > 0.0) & is_filtered(k, p, least, vocab_size):
-            key, child = tl.load(seed_ptr + row * int_stride), tl.load(child_index_ptr + row * int_stride)
+        ints_ptr += row * ints_stride
+        is_filtered = tl.load(ints_ptr + IS_FILTERED) > 0
+        if is_filtered:
             to = i * num_groups
             token = filtered_draw(
                 logits_ptr + i * logits_stride,
-                heat, k.to(tl.int32), p, least, key, child, tl.load(output_index_ptr + i),
+                floats_ptr + row * floats_stride, ints_ptr, tl.load(output_index_ptr + i),
                 group_max_ptr + to, group_mass_ptr + to, listed_ptr + to, candidates_ptr + i * CANDIDATES,
                 vocab_size, num_groups, STREAM, GROUP, NUM_GROUPS_PADDED, TILE, CANDIDATES,
             )  # fmt: skip
@@ -200,12 +202,7 @@ def _pick(
 def sample_triton(
     logits: torch.Tensor,
     rows: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seed: torch.Tensor,
-    child_index: torch.Tensor,
+    table: ParameterTable,
     output_index: torch.Tensor,
     *,
     any_random: bool,
@@ -219,9 +216,7 @@ def sample_triton(
     Args:
         logits: [R, vocab_size] float32, bfloat16 or float16, any stride between rows; left as they are.
         rows: [R] int32, the request row of each; -1 is padding, whose token is 0.
-        temperature, top_p, min_p: [max_rows] float32, of all open requests, columns of one tensor or each contiguous.
-            Temperature 0 is greedy, the lowest id among equal logits; 1 and 0 cut nothing.
-        top_k, seed, child_index: [max_rows] int64, likewise; the vocabulary's size cuts nothing.
+        table: the parameters of all open requests.
         output_index: [R] int64.
         any_random: False promises that every temperature is 0: then only `rows` and the logits are read.
         any_filtered: False skips filters, because no random row has one or, for drafts, because none is wanted.
@@ -234,13 +229,11 @@ def sample_triton(
         input of `token_of_best`. A row's token does not depend on the other rows, nor on their number.
 
     Raises:
-        ValueError: parameters of one dtype have different strides.
+        ValueError: the logits of a row are not contiguous.
     """
     num_rows, vocab_size = logits.shape
-    float_stride, int_stride = temperature.stride(0), top_k.stride(0)
-    strides = [t.stride(0) for t in (temperature, top_p, min_p, top_k, seed, child_index)]
-    if strides != [float_stride] * 3 + [int_stride] * 3 or logits.stride(1) != 1:
-        raise ValueError("sampling parameters of one dtype must be columns of one tensor, and logits rows contiguous")
+    if logits.stride(1) != 1:
+        raise ValueError("logits must have their rows contiguous")
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device) if out is None else out
     filtered = any_random and any_filtered
     assert first_id is None or not filtered
@@ -254,22 +247,20 @@ def sample_triton(
     options = launch_options(logits.device)
     _scan[(num_chunks, num_rows)](
         logits_ptr=logits, rows_ptr=rows,
-        temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
-        seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
+        floats_ptr=table.floats, ints_ptr=table.ints, output_index_ptr=output_index,
         best_ptr=best, group_max_ptr=group_max, group_mass_ptr=group_mass,
         vocab_size=vocab_size, first_id=first_id or 0, num_groups=num_groups, tiles_per_chunk=tiles_per_chunk,
-        logits_stride=logits.stride(0), float_stride=float_stride, int_stride=int_stride,
+        logits_stride=logits.stride(0), floats_stride=table.floats.stride(0), ints_stride=table.ints.stride(0),
         STREAM=stream, BLOCK=_BLOCK, GROUP=_GROUP, RANDOM=any_random, FILTERED=filtered, SKEW=skew,
         num_warps=4, **options,
     )  # fmt: skip
     _pick[(num_rows,)](
         logits_ptr=logits, rows_ptr=rows,
-        temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
-        seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
+        floats_ptr=table.floats, ints_ptr=table.ints, output_index_ptr=output_index,
         best_ptr=best, group_max_ptr=group_max, group_mass_ptr=group_mass, listed_ptr=listed,
         candidates_ptr=few, out_ptr=out,
         vocab_size=vocab_size, num_groups=num_groups, num_chunks=num_chunks,
-        logits_stride=logits.stride(0), float_stride=float_stride, int_stride=int_stride,
+        logits_stride=logits.stride(0), floats_stride=table.floats.stride(0), ints_stride=table.ints.stride(0),
         STREAM=stream, NUM_CHUNKS_PADDED=triton.next_power_of_2(num_tiles), **filter_sizes(vocab_size),
         FILTERED=filtered, OF_SOME=first_id is not None,
         num_warps=_PICK_WARPS if filtered else 1, **options,

@@ -18,11 +18,11 @@ from teachllm_kernels.sampling.filtered_draw import (
     best_packed,
     filtered_cut,
     group_stats,
-    is_filtered,
     kept_draw,
     kept_mass,
     unpacked_id,
 )
+from teachllm_kernels.sampling.parameter_table import CHILD_INDEX, IS_FILTERED, SEED, TEMPERATURE, ParameterTable
 from teachllm_kernels.sampling.philox import STREAM_SAMPLE, gumbel_noise
 from teachllm_kernels.sampling.random_sample import best_of_chunk, filter_scratch, filter_sizes
 from teachllm_kernels.sampling.random_sample import workspace_bytes as sampling_bytes
@@ -34,10 +34,10 @@ _CUT_WARPS = 8
 
 
 @triton.jit
-def _proposal(i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, temperature_ptr, float_stride):
+def _proposal(i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, floats_ptr, floats_stride):
     """Return the request row, its temperature, and the row of the proposals' logits, or -1 if there is none."""
     row = tl.load(rows_ptr + i).to(tl.int64)
-    heat = tl.load(temperature_ptr + tl.maximum(row, 0) * float_stride)
+    heat = tl.load(floats_ptr + tl.maximum(row, 0) * floats_stride + TEMPERATURE)
     is_proposed = (row >= 0) & (heat > 0.0) & (tl.load(siblings_ptr + i * siblings_stride) >= 0)
     return row, heat, tl.where(is_proposed, tl.load(draft_rows_ptr + i).to(tl.int64), -1)
 
@@ -45,10 +45,10 @@ def _proposal(i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, temper
 @triton.jit(do_not_specialize=["tiles_per_chunk"])  # it depends on the number of rows
 def _measure(
     logits_ptr, draft_logits_ptr, rows_ptr, draft_rows_ptr, siblings_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
+    floats_ptr, ints_ptr, output_index_ptr,
     best_ptr, stats_ptr, group_max_ptr, group_mass_ptr,
     vocab_size, num_tiles, num_groups, tiles_per_chunk,
-    logits_stride, draft_stride, siblings_stride, float_stride, int_stride,
+    logits_stride, draft_stride, siblings_stride, floats_stride, ints_stride,
     STREAM: tl.constexpr, NUM_LEFT_OUT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FILTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -56,12 +56,11 @@ def _measure(
         gdc_launch_dependents()
         gdc_wait()
     chunk, i = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, heat, source = _proposal(
-        i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, temperature_ptr, float_stride
-    )
+    row, heat, source = _proposal(i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, floats_ptr, floats_stride)
     if row < 0:
         return
     logits_ptr += i * logits_stride
+    ints_ptr += row * ints_stride
     siblings_ptr += i * siblings_stride
     stats_ptr += i * 4 * num_tiles
     first = chunk * tiles_per_chunk * BLOCK
@@ -73,8 +72,8 @@ def _measure(
             draft_logits_ptr, first, end, scale, siblings_ptr, tops_ptr, tops_ptr + num_tiles, BLOCK, NUM_LEFT_OUT
         )
     if FILTERED:
-        k, p = tl.load(top_k_ptr + row * int_stride), tl.load(top_p_ptr + row * float_stride)
-        if (heat > 0.0) & is_filtered(k, p, tl.load(min_p_ptr + row * float_stride), vocab_size):
+        is_filtered = tl.load(ints_ptr + IS_FILTERED) > 0
+        if is_filtered:
             to = i * num_groups
             group_stats(logits_ptr, first, end, heat, group_max_ptr + to, group_mass_ptr + to, BLOCK, GROUP)
             return
@@ -83,7 +82,7 @@ def _measure(
             logits_ptr, first, end, 1.4426950408889634 / heat, siblings_ptr, stats_ptr, stats_ptr + num_tiles, BLOCK, 0
         )
         return
-    key, child = tl.load(seed_ptr + row * int_stride), tl.load(child_index_ptr + row * int_stride)
+    key, child = tl.load(ints_ptr + SEED), tl.load(ints_ptr + CHILD_INDEX)
     packed = best_of_chunk(logits_ptr, first, end, heat, key, tl.load(output_index_ptr + i), child, STREAM, BLOCK, True)
     tl.store(best_ptr + i * tl.num_programs(0) + chunk, packed)
 
@@ -91,10 +90,10 @@ def _measure(
 @triton.jit
 def _cut(
     logits_ptr, rows_ptr, draft_rows_ptr, siblings_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
+    floats_ptr, ints_ptr, output_index_ptr,
     group_max_ptr, group_mass_ptr, listed_ptr, candidates_ptr, cuts_ptr, last_tied_ptr, out_ptr,
     vocab_size, num_groups,
-    logits_stride, siblings_stride, float_stride, int_stride,
+    logits_stride, siblings_stride, floats_stride, ints_stride,
     STREAM: tl.constexpr, GROUP: tl.constexpr, NUM_GROUPS_PADDED: tl.constexpr, TILE: tl.constexpr,
     CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -102,20 +101,18 @@ def _cut(
         gdc_launch_dependents()
         gdc_wait()
     i = tl.program_id(0).to(tl.int64)
-    row, heat, source = _proposal(
-        i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, temperature_ptr, float_stride
-    )
-    if (row < 0) | (heat <= 0.0):
+    row, heat, source = _proposal(i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, floats_ptr, floats_stride)
+    if row < 0:
         return
-    k, p = tl.load(top_k_ptr + row * int_stride), tl.load(top_p_ptr + row * float_stride)
-    least = tl.load(min_p_ptr + row * float_stride)
-    if not is_filtered(k, p, least, vocab_size):
+    floats_ptr += row * floats_stride
+    ints_ptr += row * ints_stride
+    if tl.load(ints_ptr + IS_FILTERED) == 0:
         return
     logits_ptr += i * logits_stride
     listed_ptr += i * num_groups
     to = i * num_groups
     threshold, last, num_listed, top = filtered_cut(
-        logits_ptr, heat, k.to(tl.int32), p, least,
+        logits_ptr, floats_ptr, ints_ptr,
         group_max_ptr + to, group_mass_ptr + to, listed_ptr, candidates_ptr + i * CANDIDATES,
         vocab_size, num_groups, GROUP, NUM_GROUPS_PADDED, TILE, CANDIDATES,
     )  # fmt: skip
@@ -126,9 +123,8 @@ def _cut(
         tl.store(cuts_ptr + 3 * i + 2, mass)
         tl.store(last_tied_ptr + i, last)
     else:
-        key, child = tl.load(seed_ptr + row * int_stride), tl.load(child_index_ptr + row * int_stride)
         token = kept_draw(
-            logits_ptr, heat, threshold, last, key, child, tl.load(output_index_ptr + i),
+            logits_ptr, floats_ptr, ints_ptr, threshold, last, tl.load(output_index_ptr + i),
             listed_ptr, num_listed, vocab_size, STREAM, GROUP, TILE,
         )  # fmt: skip
         tl.store(out_ptr + i, token)
@@ -137,10 +133,10 @@ def _cut(
 @triton.jit(do_not_specialize=["most", "tiles_per_chunk"])
 def _reject(
     logits_ptr, draft_logits_ptr, rows_ptr, draft_rows_ptr, siblings_ptr,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, child_index_ptr, output_index_ptr,
+    floats_ptr, ints_ptr, output_index_ptr,
     best_ptr, stats_ptr, sums_ptr, cuts_ptr, last_tied_ptr,
     most, vocab_size, num_tiles, tiles_per_chunk,
-    logits_stride, draft_stride, siblings_stride, float_stride, int_stride,
+    logits_stride, draft_stride, siblings_stride, floats_stride, ints_stride,
     STREAM: tl.constexpr, BLOCK: tl.constexpr, NUM_SIBLINGS: tl.constexpr, PADDED: tl.constexpr,
     REPLACED: tl.constexpr, NUM_TILES_PADDED: tl.constexpr, FILTERED: tl.constexpr, IS_LAST: tl.constexpr,
     PDL: tl.constexpr,
@@ -149,25 +145,24 @@ def _reject(
         gdc_launch_dependents()
         gdc_wait()
     chunk, i = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, heat, source = _proposal(
-        i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, temperature_ptr, float_stride
-    )
+    row, heat, source = _proposal(i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, floats_ptr, floats_stride)
     if source < 0:
         return
     logits_ptr += i * logits_stride
+    ints_ptr += row * ints_stride
     draft_logits_ptr += source * draft_stride
     siblings_ptr += i * siblings_stride
     stats_ptr += i * 4 * num_tiles
     if NUM_SIBLINGS > 1:
         sums_ptr += i * (NUM_SIBLINGS - 1) * num_tiles
     scale = 1.4426950408889634 / heat
-    key, child = tl.load(seed_ptr + row * int_stride), tl.load(child_index_ptr + row * int_stride)
+    key, child = tl.load(ints_ptr + SEED), tl.load(ints_ptr + CHILD_INDEX)
     output = tl.load(output_index_ptr + i)
     top, mass = joined(stats_ptr, stats_ptr + num_tiles, num_tiles, scale, NUM_TILES_PADDED)
     threshold, last = float("-inf"), 0
     if FILTERED:
-        k, p = tl.load(top_k_ptr + row * int_stride), tl.load(top_p_ptr + row * float_stride)
-        if is_filtered(k, p, tl.load(min_p_ptr + row * float_stride), vocab_size):
+        is_filtered = tl.load(ints_ptr + IS_FILTERED) > 0
+        if is_filtered:
             threshold, last = tl.load(cuts_ptr + 3 * i), tl.load(last_tied_ptr + i)
             top, mass = tl.load(cuts_ptr + 3 * i + 1), tl.load(cuts_ptr + 3 * i + 2)
     stats_ptr += 2 * num_tiles
@@ -215,25 +210,22 @@ def _reject(
 
 @triton.jit(do_not_specialize=["num_chunks"])  # it depends on the number of rows
 def _settle(
-    rows_ptr, draft_rows_ptr, siblings_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, out_ptr,
+    rows_ptr, draft_rows_ptr, siblings_ptr, floats_ptr, ints_ptr, best_ptr, out_ptr,
     vocab_size, num_chunks,
-    siblings_stride, float_stride, int_stride,
+    siblings_stride, floats_stride, ints_stride,
     NUM_CHUNKS_PADDED: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     i = tl.program_id(0).to(tl.int64)
-    row, heat, source = _proposal(
-        i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, temperature_ptr, float_stride
-    )
+    row, _, source = _proposal(i, rows_ptr, draft_rows_ptr, siblings_ptr, siblings_stride, floats_ptr, floats_stride)
     if row < 0:
         tl.store(out_ptr + i, 0)
         return
     if FILTERED:
-        k, p = tl.load(top_k_ptr + row * int_stride), tl.load(top_p_ptr + row * float_stride)
-        is_cut = (heat > 0.0) & is_filtered(k, p, tl.load(min_p_ptr + row * float_stride), vocab_size)
-        if is_cut & (source < 0):  # drawn by `_cut`
+        is_filtered = tl.load(ints_ptr + row * ints_stride + IS_FILTERED) > 0
+        if is_filtered & (source < 0):  # drawn by `_cut`
             return
     chunk = tl.arange(0, NUM_CHUNKS_PADDED)
     packed = tl.load(best_ptr + i * num_chunks + chunk, mask=chunk < num_chunks, other=-(2**63))
@@ -243,12 +235,7 @@ def _settle(
 def rejection_sample_triton(
     logits: torch.Tensor,
     rows: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seed: torch.Tensor,
-    child_index: torch.Tensor,
+    table: ParameterTable,
     output_index: torch.Tensor,
     draft_logits: torch.Tensor,
     draft_rows: torch.Tensor,
@@ -261,7 +248,7 @@ def rejection_sample_triton(
     """Apply filters, verify proposals and draw: one token per row of logits, without waiting for the device.
 
     Args:
-        logits, rows, temperature, top_k, top_p, min_p, seed, child_index, output_index: as in `sample_triton`.
+        logits, rows, table, output_index: as in `sample_triton`.
         draft_logits: [Q, vocab_size] any float dtype, any stride between rows; proposals were drawn from
             softmax(draft_logits / the row's temperature), whatever filters the row has.
         draft_rows: [R] int32, the row of `draft_logits` that a row's proposals were drawn from; -1: no proposals.
@@ -276,14 +263,12 @@ def rejection_sample_triton(
         nor on their number.
 
     Raises:
-        ValueError: parameters of one dtype have different strides, or rows are not contiguous.
+        ValueError: the rows of logits or proposals are not contiguous.
     """
     (num_rows, vocab_size), num_siblings = logits.shape, siblings.shape[1]
-    float_stride, int_stride = temperature.stride(0), top_k.stride(0)
-    strides = [t.stride(0) for t in (temperature, top_p, min_p, top_k, seed, child_index)]
     within = {t.stride(1) for t in (logits, draft_logits, siblings) if t.shape[1] > 1}
-    if strides != [float_stride] * 3 + [int_stride] * 3 or within - {1}:
-        raise ValueError("sampling parameters of one dtype must be columns of one tensor, and rows contiguous")
+    if within - {1}:
+        raise ValueError("logits and proposals must have their rows contiguous")
     device, is_shrinking = logits.device, num_siblings > 1 and not replaced
     out = torch.empty(num_rows, dtype=torch.int64, device=device) if out is None else out
     sizes = filter_sizes(vocab_size)
@@ -302,17 +287,17 @@ def rejection_sample_triton(
         last_tied = torch.empty(num_rows, dtype=torch.int32, device=device)
 
     logits_stride, draft_stride, siblings_stride = logits.stride(0), draft_logits.stride(0), siblings.stride(0)
+    floats_stride, ints_stride = table.floats.stride(0), table.ints.stride(0)
     padded = triton.next_power_of_2(num_tiles)
     options = launch_options(device)
     _measure[(num_chunks, num_rows)](
         logits_ptr=logits, draft_logits_ptr=draft_logits,
         rows_ptr=rows, draft_rows_ptr=draft_rows, siblings_ptr=siblings,
-        temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
-        seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
+        floats_ptr=table.floats, ints_ptr=table.ints, output_index_ptr=output_index,
         best_ptr=best, stats_ptr=stats, group_max_ptr=group_max, group_mass_ptr=group_mass,
         vocab_size=vocab_size, num_tiles=num_tiles, num_groups=num_groups, tiles_per_chunk=tiles_per_chunk,
         logits_stride=logits_stride, draft_stride=draft_stride, siblings_stride=siblings_stride,
-        float_stride=float_stride, int_stride=int_stride,
+        floats_stride=floats_stride, ints_stride=ints_stride,
         STREAM=STREAM_SAMPLE, NUM_LEFT_OUT=num_siblings if is_shrinking else 0,
         BLOCK=_BLOCK, GROUP=sizes["GROUP"], FILTERED=any_filtered,
         num_warps=4, **options,
@@ -320,13 +305,12 @@ def rejection_sample_triton(
     if any_filtered:
         _cut[(num_rows,)](
             logits_ptr=logits, rows_ptr=rows, draft_rows_ptr=draft_rows, siblings_ptr=siblings,
-            temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
-            seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
+            floats_ptr=table.floats, ints_ptr=table.ints, output_index_ptr=output_index,
             group_max_ptr=group_max, group_mass_ptr=group_mass, listed_ptr=listed, candidates_ptr=few,
             cuts_ptr=cuts, last_tied_ptr=last_tied, out_ptr=out,
             vocab_size=vocab_size, num_groups=num_groups,
             logits_stride=logits_stride, siblings_stride=siblings_stride,
-            float_stride=float_stride, int_stride=int_stride,
+            floats_stride=floats_stride, ints_stride=ints_stride,
             STREAM=STREAM_SAMPLE, **sizes,
             num_warps=_CUT_WARPS, **options,
         )  # fmt: skip
@@ -334,12 +318,11 @@ def rejection_sample_triton(
         _reject[(num_chunks, num_rows)](
             logits_ptr=logits, draft_logits_ptr=draft_logits,
             rows_ptr=rows, draft_rows_ptr=draft_rows, siblings_ptr=siblings,
-            temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
-            seed_ptr=seed, child_index_ptr=child_index, output_index_ptr=output_index,
+            floats_ptr=table.floats, ints_ptr=table.ints, output_index_ptr=output_index,
             best_ptr=best, stats_ptr=stats, sums_ptr=sums, cuts_ptr=cuts, last_tied_ptr=last_tied,
             most=most, vocab_size=vocab_size, num_tiles=num_tiles, tiles_per_chunk=tiles_per_chunk,
             logits_stride=logits_stride, draft_stride=draft_stride, siblings_stride=siblings_stride,
-            float_stride=float_stride, int_stride=int_stride,
+            floats_stride=floats_stride, ints_stride=ints_stride,
             STREAM=STREAM_SAMPLE, BLOCK=_BLOCK, NUM_SIBLINGS=num_siblings,
             PADDED=max(4, triton.next_power_of_2(num_siblings)), REPLACED=replaced, NUM_TILES_PADDED=padded,
             FILTERED=any_filtered, IS_LAST=most == num_siblings,
@@ -347,10 +330,10 @@ def rejection_sample_triton(
         )  # fmt: skip
     _settle[(num_rows,)](
         rows_ptr=rows, draft_rows_ptr=draft_rows, siblings_ptr=siblings,
-        temperature_ptr=temperature, top_k_ptr=top_k, top_p_ptr=top_p, min_p_ptr=min_p,
+        floats_ptr=table.floats, ints_ptr=table.ints,
         best_ptr=best, out_ptr=out,
         vocab_size=vocab_size, num_chunks=num_chunks,
-        siblings_stride=siblings_stride, float_stride=float_stride, int_stride=int_stride,
+        siblings_stride=siblings_stride, floats_stride=floats_stride, ints_stride=ints_stride,
         NUM_CHUNKS_PADDED=padded, FILTERED=any_filtered,
         num_warps=1, **options,
     )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow
 from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
+from teachllm.sampling.device_parameters import parameters_of
 from teachllm.sampling.filters import CountNucleus, apply_filters, best_of, count_nucleus, cut_min_p
 from teachllm.sampling.penalties import apply_penalties
 from teachllm.sampling.sampler import Sampler, SamplerOutput
@@ -85,14 +86,11 @@ class Looked:
         return tokenizer.decode([token_id])
 
 
-def filtered(
-    logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> torch.Tensor:
+def filtered(logits: torch.Tensor, temperature: float = 1.0, **filters: Any) -> torch.Tensor:
     """The engine's filters on one row: [vocab_size], cut tokens at minus infinity."""
+    params = SamplingParams(temperature=temperature, **filters)
     size = len(logits)
-    p = {name: torch.tensor([value]) for name, value in (("heat", temperature), ("top", top_p), ("least", min_p))}
-    k = torch.tensor([top_k or size])
-    return apply_filters(logits[None], p["heat"], k, p["top"], p["least"], int(k))[0]
+    return apply_filters(logits[None], parameters_of([params], size), params.num_candidates(size))[0]
 
 
 def num_left(logits: torch.Tensor, **settings: Any) -> int:

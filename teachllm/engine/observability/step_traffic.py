@@ -71,9 +71,6 @@ class StepTraffic:
 
     def _num_candidates(self, request: Request | None) -> int:
         """Return how many tokens a request's filters may leave; 0: it has none, or draws nothing."""
-        if request is None or request.sampling_params.greedy:
+        if request is None or not request.sampling_params.has_filter(self._vocab_size):
             return 0
-        params = request.sampling_params
-        if 0 < params.top_k < self._vocab_size:
-            return params.top_k
-        return self._vocab_size if params.top_p < 1.0 or params.min_p > 0.0 else 0
+        return request.sampling_params.num_candidates(self._vocab_size)

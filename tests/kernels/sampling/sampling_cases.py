@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import torch
 
+from teachllm import SamplingParams
+from teachllm.core.scheduler_output import NewRow
+from teachllm.sampling.device_parameters import DeviceParameters, Parameters, values_of
 from teachllm.sampling.filters import apply_filters
 from tests.kernels.cases import DEVICE
 
-FLOATS, INTS = ("temperature", "top_p", "min_p"), ("top_k", "seed", "child_index")
 # No fraction that equal tokens add up to: on whose very edge the sum reaches p, rounding decides.
-TOP_PS = [0.0, 0.1037, 0.5071, 0.9013, 0.9991]
+TOP_PS = [1e-30, 0.1037, 0.5071, 0.9013, 0.9991]
 
 
 def random_requests(rng: random.Random, vocab_size: int) -> list[dict[str, float]]:
@@ -27,34 +29,38 @@ def random_requests(rng: random.Random, vocab_size: int) -> list[dict[str, float
     return [{}, *({"temperature": rng.choice([0.3, 1.0, 1.7])} | seeds | some for some in chosen)]
 
 
-def make_table(vocab_size: int, requests: list[dict]) -> dict[str, torch.Tensor]:
-    """Return the parameters of all requests, as columns of two wider tensors, on the device."""
-    plain = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": vocab_size, "seed": 0, "child_index": 0}
-    values = [plain | request for request in requests]
-    floats = torch.tensor([[0.5, *(v[name] for name in FLOATS)] for v in values], dtype=torch.float32)
-    ints = torch.tensor([[7, *(v[name] for name in INTS)] for v in values], dtype=torch.int64)
-    columns = (*floats.to(DEVICE).unbind(1)[1:], *ints.to(DEVICE).unbind(1)[1:])
-    return dict(zip(FLOATS + INTS, columns, strict=True))
+def make_table(vocab_size: int, requests: list[dict]) -> DeviceParameters:
+    """Return the parameters of all requests, as the sampler keeps them, on the device."""
+    made = DeviceParameters(len(requests), torch.device(DEVICE))
+    for row, request in enumerate(requests):
+        asked = {"temperature": 0.0} | request
+        seed, child_index = asked.pop("seed", 0), asked.pop("child_index", 0)
+        made.write(row, values_of(NewRow([], 0, SamplingParams(**asked), child_index, seed, frozenset()), vocab_size))
+    made.send()
+    return made
+
+
+def row_of(table: DeviceParameters, row: int) -> Parameters:
+    """Return the parameters of one request, [1] each."""
+    return table.gather(torch.tensor([row], device=DEVICE))
 
 
 def one_by_one(
     logits: torch.Tensor,
     rows: list[int],
-    table: dict[str, torch.Tensor],
-    draw: Callable[[int, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor],
+    table: DeviceParameters,
+    draw: Callable[[int, torch.Tensor, Parameters], torch.Tensor],
 ) -> list[int]:
     """Draw row by row, by the references; `draw` returns a random row's token, given its filtered logits."""
-    vocab_size, tokens = logits.shape[1], []
+    tokens = []
     for i, row in enumerate(rows):
         one = logits[i : i + 1].float()
-        p = {name: column[row : row + 1] for name, column in table.items()}
+        p = row_of(table, max(row, 0))
         if row < 0:
             tokens.append(0)
         elif p["temperature"].item() == 0:
             tokens.append(int(one.cpu().argmax()))  # on a CPU the lowest of equal ids wins
         else:
-            if p["top_k"].item() < vocab_size or p["top_p"].item() < 1 or p["min_p"].item() > 0:
-                top_k = p["top_k"]
-                one = apply_filters(one, p["temperature"], top_k, p["top_p"], p["min_p"], num_candidates=int(top_k))
+            one = apply_filters(one, p, num_candidates=int(p["top_k"]))
             tokens.append(int(draw(i, one, p)))
     return tokens

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from teachllm import SamplingParams
 from teachllm.core.scheduler_output import NewRow
+from teachllm.sampling.device_parameters import DeviceParameters, Parameters
 from teachllm.sampling.filters import apply_filters
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.state import SamplingState
 from teachllm_kernels._triton import tl, triton
 from teachllm_kernels.sampling import random_sample
+from teachllm_kernels.sampling.parameter_table import ParameterTable
 from teachllm_kernels.sampling.philox import gumbel_noise, philox_words
 from teachllm_kernels.sampling.random_sample import (
     gumbel_sample_reference,
@@ -26,31 +28,31 @@ from teachllm_kernels.sampling.random_sample import (
 )
 from tests.distributed.one_of_two import OneOfTwo
 from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
-from tests.kernels.sampling.sampling_cases import make_table, one_by_one, random_requests
+from tests.kernels.sampling.sampling_cases import make_table, one_by_one, random_requests, row_of
 from tests.thorough import times
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
 
 
 def expected_tokens(
-    logits: torch.Tensor, rows: list[int], table: dict[str, torch.Tensor], output_index: torch.Tensor
+    logits: torch.Tensor, rows: list[int], table: DeviceParameters, output_index: torch.Tensor
 ) -> list[int]:
-    def draw(i: int, one: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
+    def draw(i: int, one: torch.Tensor, p: Parameters) -> torch.Tensor:
         return gumbel_sample_reference(one, p["temperature"], p["seed"], output_index[i : i + 1], p["child_index"])
 
     return one_by_one(logits, rows, table, draw)
 
 
-def filtered(logits: torch.Tensor, table: dict[str, torch.Tensor]) -> torch.Tensor:
+def filtered(logits: torch.Tensor, table: DeviceParameters) -> torch.Tensor:
     """Filter by the only request of a table."""
-    temperature, top_k, top_p, min_p = (table[name].cpu() for name in ("temperature", "top_k", "top_p", "min_p"))
-    return apply_filters(logits, temperature, top_k, top_p, min_p, num_candidates=int(top_k))
+    p = {name: values.cpu() for name, values in row_of(table, 0).items()}
+    return apply_filters(logits, p, num_candidates=int(p["top_k"]))
 
 
 def sample(
     logits: torch.Tensor,
     rows: list[int],
-    table: dict[str, torch.Tensor],
+    table: DeviceParameters,
     output_index: torch.Tensor,
     any_random: bool = True,
     any_filtered: bool = True,
@@ -60,7 +62,7 @@ def sample(
     tokens = sample_triton(
         logits,
         rows_on_device,
-        **table,
+        table.table,
         output_index=output_index,
         any_random=any_random,
         any_filtered=any_filtered,
@@ -127,7 +129,7 @@ def test_the_best_of_each_rank_s_columns_is_the_token_of_all(
             sample_triton(
                 logits[:, first : first + width],
                 on_device,
-                **table,
+                table.table,
                 output_index=output_index,
                 any_random=True,
                 any_filtered=False,
@@ -263,13 +265,17 @@ def test_words_and_noise_are_the_references(seed: int, output_index: int, child_
     torch.testing.assert_close(noise.cpu().double(), -torch.log(-torch.log1p(-uniform)), rtol=1e-6, atol=3e-6)
 
 
-def test_a_wide_stride_between_rows_and_unequal_parameter_strides() -> None:
+def test_a_wide_stride_between_rows_and_tables_that_kernels_cannot_read() -> None:
     table = make_table(64, [{"temperature": 1.0, "top_k": 3}])
     wide = torch.randn(2, 200, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     logits, output_index = wide[:, 40:104], torch.tensor([1, 2], device=DEVICE)
     assert sample(logits, [0, 0], table, output_index) == expected_tokens(logits, [0, 0], table, output_index)
-    with pytest.raises(ValueError, match="columns of one tensor"):
-        sample(logits, [0, 0], table | {"top_p": table["top_p"].expand(3)}, output_index)
+    with pytest.raises(ValueError, match="rows contiguous"):
+        sample(logits.T.contiguous().T, [0, 0], table, output_index)
+    floats, ints = table.table.floats, table.table.ints
+    for wrong in ((floats[:, :2], ints), (floats, ints[:, :2]), (floats.repeat(2, 2)[:, ::2], ints)):
+        with pytest.raises(ValueError, match="side by side"):
+            ParameterTable(*wrong)
 
 
 # A GPU
@@ -308,9 +314,7 @@ def test_a_graph_replays_with_other_parameters() -> None:
     out = torch.empty_like(output_index)
 
     def call() -> None:
-        sample_triton(
-            logits, rows_on_device, **table, output_index=output_index, any_random=True, any_filtered=True, out=out
-        )
+        sample_triton(logits, rows_on_device, table.table, output_index, any_random=True, any_filtered=True, out=out)
 
     call()
     torch.cuda.synchronize()

@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 
+from teachllm.sampling.device_parameters import DeviceParameters, Parameters
+from teachllm.sampling_params import FILTERS
 from teachllm_kernels._triton import tl, triton
 from teachllm_kernels.sampling import random_sample
 from teachllm_kernels.sampling.philox import (
@@ -21,17 +23,16 @@ from teachllm_kernels.speculation import rejection
 from teachllm_kernels.speculation.rejection import rejection_sample_triton, workspace_bytes
 from teachllm_kernels.speculation.rejection_reference import draft_sample_reference, rejection_sample_reference
 from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
-from tests.kernels.sampling.sampling_cases import make_table, one_by_one, random_requests
+from tests.kernels.sampling.sampling_cases import make_table, one_by_one, random_requests, row_of
 from tests.thorough import THOROUGH, times
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 INFINITY = float("inf")
-FILTERS = ("top_k", "top_p", "min_p")
 ANY = THOROUGH or ON_GPU
 
 
-def expected_tokens(batch: dict, table: dict[str, torch.Tensor]) -> list[int]:
-    def draw(i: int, one: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
+def expected_tokens(batch: dict, table: DeviceParameters) -> list[int]:
+    def draw(i: int, one: torch.Tensor, p: Parameters) -> torch.Tensor:
         return rejection_sample_reference(
             one,
             p["temperature"],
@@ -47,12 +48,12 @@ def expected_tokens(batch: dict, table: dict[str, torch.Tensor]) -> list[int]:
     return one_by_one(batch["logits"], batch["rows"], table, draw)
 
 
-def sample(batch: dict, table: dict[str, torch.Tensor]) -> list[int]:
+def sample(batch: dict, table: DeviceParameters) -> list[int]:
     before = batch["logits"].clone(), batch["draft_logits"].clone()
     tokens = rejection_sample_triton(
         batch["logits"],
         torch.tensor(batch["rows"], dtype=torch.int32, device=DEVICE),
-        **table,
+        table.table,
         output_index=batch["output_index"],
         draft_logits=batch["draft_logits"],
         draft_rows=batch["draft_rows"],
@@ -64,13 +65,14 @@ def sample(batch: dict, table: dict[str, torch.Tensor]) -> list[int]:
     return tokens.tolist()
 
 
-def propose(batch: dict, table: dict[str, torch.Tensor], num_siblings: int) -> torch.Tensor:
+def propose(batch: dict, table: DeviceParameters, num_siblings: int) -> torch.Tensor:
     """[R, num_siblings] what a drafter draws for each row, from the rows of `draft_logits` that it is told."""
     siblings = torch.full((len(batch["rows"]), num_siblings), -1)
     for i, (row, source) in enumerate(zip(batch["rows"], batch["draft_rows"].tolist(), strict=True)):
         if row >= 0 and source >= 0:
             one = batch["draft_logits"][source : source + 1].float()
-            heat, seed, child = (table[name][row : row + 1] for name in ("temperature", "seed", "child_index"))
+            p = row_of(table, row)
+            heat, seed, child = p["temperature"], p["seed"], p["child_index"]
             at = batch["output_index"][i : i + 1]
             if batch["replaced"]:
                 several = [draft_sample_reference(one, heat, seed + j, at, child, 1) for j in range(num_siblings)]
@@ -143,7 +145,7 @@ def test_tokens_equal_the_references_for_every_mixture_of_rows(
         assert sample(batch, table) == expected
 
 
-def one_request(num_rows: int, vocab_size: int, **request: float) -> tuple[dict, dict[str, torch.Tensor]]:
+def one_request(num_rows: int, vocab_size: int, **request: float) -> tuple[dict, DeviceParameters]:
     """Return a batch of one request's positions, whose drafter is no good, and its parameters."""
     generator = torch.Generator().manual_seed(11)
     logits, drafted = (torch.randn(2, num_rows, vocab_size, generator=generator) * 2).to(DEVICE)
@@ -185,7 +187,7 @@ def test_rows_without_proposals_have_the_tokens_of_a_plain_draw_and_greedy_ones_
     batch["draft_rows"][[0, 3]] = -1
     on_rows = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
     plain = sample_triton(
-        batch["logits"], on_rows, **table, output_index=batch["output_index"], any_random=True, any_filtered=True
+        batch["logits"], on_rows, table.table, batch["output_index"], any_random=True, any_filtered=True
     )
     assert sample(batch, table) == plain.tolist()
 
@@ -207,12 +209,13 @@ def test_where_nothing_is_left_p_stays_as_it_was(replaced: bool) -> None:
     batch["siblings"] = torch.full((len(batch["rows"]), 2 if replaced else 1), 7, dtype=torch.int32, device=DEVICE)
     tokens = sample(batch, table)
     count = len(tokens)
+    p = table.gather(torch.zeros(count, dtype=torch.int64, device=DEVICE))
     plain = gumbel_sample_reference(
         batch["logits"],
-        table["temperature"].expand(count),
-        seeds=table["seed"].expand(count),
+        p["temperature"],
+        seeds=p["seed"],
         output_indices=batch["output_index"],
-        child_indices=table["child_index"].expand(count),
+        child_indices=p["child_index"],
     )
     assert tokens == plain.tolist() == expected_tokens(batch, table)
 
@@ -241,8 +244,6 @@ def test_proposals_may_be_a_column_of_a_wider_tensor_but_logits_must_be_rows() -
     assert sample(batch, table) == expected_tokens(batch, table)
     with pytest.raises(ValueError, match="rows contiguous"):
         sample(batch | {"draft_logits": batch["draft_logits"].T.contiguous().T}, table)
-    with pytest.raises(ValueError, match="columns of one tensor"):
-        sample(batch, table | {"top_p": table["top_p"].expand(3)})
 
 
 def test_a_draft_is_drawn_by_the_sampler_from_a_stream_of_its_own() -> None:
@@ -251,7 +252,7 @@ def test_a_draft_is_drawn_by_the_sampler_from_a_stream_of_its_own() -> None:
     drafts = sample_triton(
         batch["draft_logits"],
         on_rows,
-        **table,
+        table.table,
         output_index=batch["output_index"],
         any_random=True,
         any_filtered=False,
@@ -286,7 +287,7 @@ def test_noise_of_every_stream_is_the_references(stream: int) -> None:
 # A GPU
 
 
-def large_batch(num_rows: int, num_siblings: int) -> tuple[dict, dict[str, torch.Tensor]]:
+def large_batch(num_rows: int, num_siblings: int) -> tuple[dict, DeviceParameters]:
     """Requests of every kind, five positions each, with a drafter that knows them well."""
     vocab_size, generator = 151_936, torch.Generator().manual_seed(num_rows)
     logits = torch.randn(num_rows, vocab_size, generator=generator) * 3
@@ -332,7 +333,7 @@ def test_a_graph_replays_with_other_proposals(num_siblings: int) -> None:
     names = ("logits", "output_index", "draft_logits", "draft_rows", "siblings", "replaced", "any_filtered")
 
     def call() -> None:
-        rejection_sample_triton(rows=rows, **table, **{name: batch[name] for name in names}, out=out)
+        rejection_sample_triton(rows=rows, table=table.table, **{name: batch[name] for name in names}, out=out)
 
     call()
     torch.cuda.synchronize()
@@ -369,7 +370,7 @@ def test_the_workspace_is_counted() -> None:
     names = ("logits", "output_index", "draft_logits", "draft_rows", "siblings", "replaced", "any_filtered")
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
-    rejection_sample_triton(rows=rows, **table, **{name: batch[name] for name in names})
+    rejection_sample_triton(rows=rows, table=table.table, **{name: batch[name] for name in names})
     torch.cuda.synchronize()
     used, counted = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before, workspace_bytes(320, 151_936, 3)
     assert 0.9 * counted <= used <= counted

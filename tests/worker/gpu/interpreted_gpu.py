@@ -20,7 +20,7 @@ from teachllm.layers import attention
 from teachllm.layers.attention_backends.triton import TritonBackend
 from teachllm.layers.embedding import Embedding
 from teachllm.models.llama import LlamaForCausalLM
-from teachllm.sampling.sampler import Sampler
+from teachllm.sampling import sampler
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.gpu import gpu_model_runner
 from teachllm.worker.gpu.cuda_graphs import Graphs
@@ -30,6 +30,8 @@ from teachllm_kernels.attention.decode_plan import DecodePlan
 from teachllm_kernels.attention.kv_write import kv_write_triton
 from tests.kernels.guard import guard
 from tests.thorough import times
+
+INTERPRETED = torch.device("cpu", 0)  # in place of a GPU; a CPU's own runner has no index
 
 
 class _Stands:
@@ -59,17 +61,9 @@ class _Graphs(Graphs):
         return self._full[key]()  # type: ignore[operator]
 
 
-class _Sampler(Sampler):
-    def _draw(self, logits: Any, selection: Any, parameters: Any, lengths: Any, proposals: Any) -> torch.Tensor:
-        rows, index = selection.rows.int(), lengths - parameters.num_prompt_tokens
-        if proposals is None:
-            return self._state.draw(logits, rows, index, any_random=True, any_filtered=True)
-        return self._state.verify(logits, rows, index, True, proposals)
-
-
 class InterpretedRunner(GPUModelRunner):
     def __init__(self, config: Any, model: Any, device: torch.device, *more: Any, **by_name: Any) -> None:
-        super().__init__(config, model, torch.device("cpu", 0), *more, **by_name)
+        super().__init__(config, model, INTERPRETED, *more, **by_name)
 
     def _measured(self, predicted: MemoryPlan, *measured: Any) -> MemoryPlan:
         return predicted
@@ -107,6 +101,6 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodePlan, "fuses", lambda plan, num_seqs: False)
     patch.setattr(gpu_model_runner, "select_backend", lambda *needs: TritonBackend())
     patch.setattr(gpu_model_runner, "Graphs", _Graphs)
-    patch.setattr(gpu_model_runner, "Sampler", _Sampler)
+    patch.setattr(sampler, "draws_by_kernel", lambda device: device == INTERPRETED)
     patch.setattr(make_core, "ModelRunner", InterpretedRunner)
     patch.setattr(make_core, "NgramDrafter", lambda *lengths: None)  # a GPU searches its own rows

@@ -10,6 +10,7 @@ import torch
 
 from teachllm import EngineConfig, SamplingParams
 from teachllm.core.scheduler_output import NewRow
+from teachllm.sampling.device_parameters import DeviceParameters
 from teachllm.sampling.sampler import Sampler
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.worker.gpu import memory_needs
@@ -68,14 +69,10 @@ def test_the_samplers_workspaces_are_counted(monkeypatch: pytest.MonkeyPatch, nu
     monkeypatch.setattr(random_sample, "_scan", NoLaunch())
     monkeypatch.setattr(random_sample, "_pick", NoLaunch())
     logits = torch.empty(num_rows, 151936, device=NOWHERE)
-    floats, ints = torch.empty(num_rows, 3, device=NOWHERE), torch.empty(num_rows, 4, device=NOWHERE).long()
     rows = torch.zeros(num_rows, dtype=torch.int32, device=NOWHERE)
-    heat, top_p, min_p = floats.unbind(1)
-    top_k, seed, child, index = ints.unbind(1)
+    table, index = DeviceParameters(num_rows, torch.device(NOWHERE)).table, rows.long()
     with LiveBytes() as live:
-        sampled = random_sample.sample_triton(
-            logits, rows, heat, top_k, top_p, min_p, seed, child, index, any_random=True, any_filtered=True
-        )
+        sampled = random_sample.sample_triton(logits, rows, table, index, any_random=True, any_filtered=True)
     assert sampled.shape == (num_rows,)
     assert (
         0.9 * random_sample.workspace_bytes(num_rows, 151936)
