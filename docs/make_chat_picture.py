@@ -31,7 +31,7 @@ def chat() -> str:
     """The chat with its terminal codes."""
     screen = Console(file=io.StringIO(), force_terminal=True, width=WIDTH, highlight=False, color_system="standard")
     with contextlib.closing(make_llm(EngineConfig(device="cpu"))) as llm:
-        params = sampling_params(llm, {}, max_tokens=256)
+        params = sampling_params(llm, {}, {"max_tokens": 256})
         answerer = EngineAnswerer(llm, params)
         session = ChatSession(answerer=answerer, out=screen, notes=screen, show_stats=True, interactive=False)
         print_banner(session)

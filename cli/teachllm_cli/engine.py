@@ -22,7 +22,6 @@ def make_llm(config: EngineConfig) -> LLM:
         return LLM(progress=progress, **{field.name: getattr(config, field.name) for field in fields(config)})
 
 
-def sampling_params(llm: LLM, usual: Mapping[str, Any], **given: Any) -> SamplingParams:
-    """Return what the flags say; where they say nothing (None), what the checkpoint advises; else `usual`, greedy."""
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**{"temperature": 0.0, **usual, **llm.generation_defaults, **chosen})
+def sampling_params(llm: LLM, usual: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingParams:
+    """Return what the options say; where they say nothing, what the checkpoint advises; else `usual`, greedy."""
+    return SamplingParams(**{"temperature": 0.0, **usual, **llm.generation_defaults, **given})

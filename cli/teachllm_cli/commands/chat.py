@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,16 +17,7 @@ from teachllm_cli.conversation.history import Conversation
 from teachllm_cli.conversation.openai_client import OpenAIClient
 from teachllm_cli.errors import print_error
 from teachllm_cli.options.engine_options import engine_command, given_flags
-from teachllm_cli.options.sampling_options import (
-    MaxTokens,
-    MinP,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-)
+from teachllm_cli.options.sampling_options import GivenParams, sampling_command
 from teachllm_cli.options.server_options import PANEL, ApiKey
 from teachllm_cli.terminal import answers, notes
 
@@ -34,9 +25,11 @@ _USUAL = {"max_tokens": 1024}
 
 
 @engine_command
+@sampling_command
 def chat(
     context: typer.Context,
     engine: EngineConfig,
+    sampling: GivenParams,
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Show tokens, cache hits and speed after each answer.")
@@ -50,14 +43,6 @@ def chat(
         ),
     ] = None,
     api_key: ApiKey = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    seed: Seed = None,
-    stop: Stop = None,
 ) -> None:
     """Talk to a model. What is piped into stdin is one message, and only its answer is printed."""
     flags = given_flags(context)
@@ -69,10 +54,6 @@ def chat(
     message = "" if interactive else sys.stdin.read().strip()
     if not interactive and not message:
         raise ValueError('nothing to answer: stdin is empty (try: echo "What is a KV cache?" | teachllm chat)')
-    sampling: dict[str, Any] = {
-        **{"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
-        **{"repetition_penalty": repetition_penalty, "seed": seed, "stop": stop},
-    }
     if url is None:
         opened = _engine(engine, sampling)
     else:
@@ -94,15 +75,15 @@ def chat(
 
 
 @contextlib.contextmanager
-def _engine(engine: EngineConfig, sampling: dict[str, Any]) -> Iterator[Answerer]:
+def _engine(engine: EngineConfig, sampling: GivenParams) -> Iterator[Answerer]:
     with contextlib.closing(engine_door.make_llm(engine)) as llm:
-        yield EngineAnswerer(llm, engine_door.sampling_params(llm, _USUAL, **sampling))
+        yield EngineAnswerer(llm, engine_door.sampling_params(llm, _USUAL, sampling))
 
 
 @contextlib.contextmanager
-def _server(url: str, api_key: str | None, model: str | None, sampling: dict[str, Any]) -> Iterator[Answerer]:
+def _server(url: str, api_key: str | None, model: str | None, sampling: GivenParams) -> Iterator[Answerer]:
     with contextlib.closing(OpenAIClient(url, api_key=api_key, model=model)) as client:
-        yield ServerAnswerer(client, sampling if sampling["max_tokens"] is not None else sampling | _USUAL)
+        yield ServerAnswerer(client, _USUAL | sampling)
 
 
 def print_banner(session: ChatSession) -> None:

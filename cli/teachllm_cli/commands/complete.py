@@ -16,17 +16,11 @@ from teachllm_cli.conversation.openai_client import OpenAIClient
 from teachllm_cli.errors import one_line_errors
 from teachllm_cli.options.sampling_options import (
     AsJson,
-    MaxTokens,
-    MinP,
+    GivenParams,
     NumCompletions,
     PromptFile,
     Prompts,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
+    sampling_command,
 )
 from teachllm_cli.options.server_options import PANEL, ApiKey
 from teachllm_cli.terminal import answers, write_model_text
@@ -41,7 +35,9 @@ class Completion:
     finish_reason: str | None = None
 
 
+@sampling_command
 def complete(
+    sampling: GivenParams,
     url: Annotated[
         str, typer.Option(help="Where the server is, with or without /v1.", rich_help_panel=PANEL)
     ] = "http://127.0.0.1:8000",
@@ -54,25 +50,14 @@ def complete(
     prompt_file: PromptFile = None,
     json: AsJson = False,
     n: NumCompletions = 1,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    seed: Seed = None,
-    stop: Stop = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Continue one or more prompts on a running server. What is piped into stdin is one prompt."""
     with one_line_errors(debug=debug):
         prompts = _prompts(prompt, prompt_file)
-        limit = 128 if max_tokens is None else max_tokens
-        sampling = {
-            **{"max_tokens": limit, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
-            **{"repetition_penalty": repetition_penalty, "seed": seed, "stop": stop, "n": n if n != 1 else None},
-        }
-        body = {"prompt": prompts[0] if len(prompts) == 1 else prompts, **sampling}
+        body = {"prompt": prompts[0] if len(prompts) == 1 else prompts, "max_tokens": 128, **sampling}
+        if n != 1:
+            body["n"] = n
         with (
             contextlib.closing(OpenAIClient(url, api_key=api_key, model=model)) as client,
             contextlib.closing(client.stream("/v1/completions", body)) as chunks,

@@ -16,17 +16,11 @@ from teachllm_cli import engine as engine_door
 from teachllm_cli.options.engine_options import engine_command
 from teachllm_cli.options.sampling_options import (
     AsJson,
-    MaxTokens,
-    MinP,
+    GivenParams,
     NumCompletions,
     PromptFile,
     Prompts,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
+    sampling_command,
 )
 from teachllm_cli.speculation_line import speculation_line
 from teachllm_cli.terminal import answers, notes, write_model_text
@@ -36,20 +30,14 @@ if TYPE_CHECKING:
 
 
 @engine_command
+@sampling_command
 def generate(
     engine: EngineConfig,
+    sampling: GivenParams,
     prompt: Prompts = None,
     prompt_file: PromptFile = None,
     json: AsJson = False,
     n: NumCompletions = 1,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    seed: Seed = None,
-    stop: Stop = None,
 ) -> None:
     """Continue one or more prompts as they are, without a chat template."""
     prompts = [*(prompt or []), *(read_prompts(prompt_file) if prompt_file else [])]
@@ -57,19 +45,7 @@ def generate(
         raise ValueError("no prompt: give --prompt TEXT, or --prompt-file FILE (- reads stdin)")
     llm = engine_door.make_llm(engine)
     try:
-        params = engine_door.sampling_params(
-            llm,
-            {"max_tokens": 128},
-            n=n,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=stop,
-        )
+        params = engine_door.sampling_params(llm, {"max_tokens": 128}, sampling | {"n": n})
         results = llm.generate(prompts, params, use_tqdm=not json and notes().is_terminal)
         speculation = llm.speculation()
     finally:

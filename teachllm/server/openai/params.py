@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from teachllm.errors import counted
-from teachllm.sampling_params import SamplingParams
+from teachllm.sampling_params import PARAMETERS, SamplingParams
 from teachllm.server.http.errors import ApiError, refused_as
 from teachllm.server.openai.logprobs import TokenStyle
 from teachllm.server.openai.protocol import Sampling
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from teachllm.server.service import Service
 
 _LEAST_MOST_ENTRIES = 1 << 17
-_SAME_NAME = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("n", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "bad_words", "allowed_token_ids"),
-    *("skip_special_tokens", "include_stop_str_in_output"),
-)
 _OPENAI_DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 
 
@@ -44,7 +39,7 @@ def sampling_params(
     Raises:
         ApiError: 400 where fields contradict each other.
     """
-    given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    given = {name: value for name in PARAMETERS if (value := getattr(request, name, None)) is not None}
     if request.logit_bias is not None:
         given["logit_bias"] = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
     chosen = {**_OPENAI_DEFAULTS, **recommended, **given}

@@ -6,7 +6,8 @@ the same as absent. These classes are the OpenAPI schema, too, so a limit is wri
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -15,11 +16,13 @@ from pydantic import (
     Field,
     StringConstraints,
     WithJsonSchema,
+    create_model,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypeAliasType
 
+from teachllm.sampling_params import PARAMETERS, Bounds, SamplingParams
 from teachllm.server.openai.messages import STRICT, Messages, Tool, ToolChoice
 from teachllm.server.openai.other_fields import check_other_fields
 
@@ -137,29 +140,47 @@ class RequestBody(BaseModel):
         return content
 
 
-class Sampling(RequestBody):
-    """What both kinds of completion share."""
+# Ranges that are narrower here than the engine's.
+_NARROWER = {
+    "temperature": Bounds("", ge=0, le=100),
+    "repetition_penalty": Bounds("", ge=0.01, le=100),
+}
+_NOT_PLAIN = ("n", "detokenize")  # declared below; not offered, since an answer is text
+
+
+def _plain_fields() -> dict[str, Any]:
+    """Return a field for each of SamplingParams that is just a number or a flag, with the range that it has there."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(SamplingParams).items():
+        if kind in (int, float, bool) and name not in _NOT_PLAIN:
+            bounds = _NARROWER.get(name, PARAMETERS[name].bounds)
+            plain: Any = kind
+            if bounds is not None:
+                highest = bounds.le if bounds.le is not None or kind is float else _INT32
+                below = bounds.lt if bounds.lt != math.inf else None  # which no schema can say
+                plain = Annotated[kind, Field(ge=bounds.ge, gt=bounds.gt, le=highest, lt=below)]
+            found[name] = (Annotated[plain, _WHOLE] if kind is int else plain) | None, None
+    return found
+
+
+if TYPE_CHECKING:
+    _PlainFields = RequestBody
+else:
+    _PlainFields = create_model("_PlainFields", __base__=RequestBody, **_plain_fields())
+
+
+class Sampling(_PlainFields):
+    """What both kinds of completion share: SamplingParams' numbers and flags, and what is more than that."""
 
     model: Text | None = Field(None, description="One of those that /v1/models lists; the first if absent.")
     n: Annotated[int, Field(ge=1, le=MAX_N), _WHOLE] | None = Field(None, description="Completions of each prompt.")
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_INT32), _WHOLE] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: LogitBias | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), _WHOLE] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=_INT32), _WHOLE] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=128, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True), _ALL_WHOLE] | None = None
-    ignore_eos: bool | None = None
     bad_words: Annotated[list[Text], Field(max_length=1024, fail_fast=True)] | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: NumLogprobs | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     priority: Annotated[int, Field(ge=-_INT32, le=_INT32), _WHOLE] | None = Field(
