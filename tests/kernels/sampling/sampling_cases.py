@@ -11,19 +11,16 @@ from teachllm import SamplingParams
 from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.device_parameters import DeviceParameters, Parameters, values_of
 from teachllm.sampling.filters import apply_filters
+from teachllm.sampling_params import FILTERS
 from tests.kernels.cases import DEVICE
-
-# No fraction that equal tokens add up to: on whose very edge the sum reaches p, rounding decides.
-TOP_PS = [1e-30, 0.1037, 0.5071, 0.9013, 0.9991]
+from tests.request_kinds import EXAMPLES, FILTER_VALUES
 
 
 def random_requests(rng: random.Random, vocab_size: int) -> list[dict[str, float]]:
     """Return a greedy request, a random one, one with each filter, and one with all."""
-    filters = {
-        "top_k": rng.choice([1, 2, 5, 20, vocab_size - 1]),
-        "top_p": rng.choice(TOP_PS),
-        "min_p": rng.choice([0.001, 0.1, 0.7, 1.0]),
-    }
+    values = {name: FILTER_VALUES.get(name, (EXAMPLES[name],)) for name in FILTERS}
+    values["top_k"] += (vocab_size - 1,)
+    filters = {name: rng.choice(values[name]) for name in FILTERS}
     chosen = [{}, *({name: value} for name, value in filters.items()), filters]
     seeds = {"seed": rng.randrange(-(2**62), 2**62), "child_index": rng.randrange(6)}
     return [{}, *({"temperature": rng.choice([0.3, 1.0, 1.7])} | seeds | some for some in chosen)]

@@ -15,6 +15,7 @@ from teachllm.sampling.device_parameters import DeviceParameters, Parameters
 from teachllm.sampling.filters import apply_filters
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.state import SamplingState
+from teachllm.sampling_params import FILTERS
 from teachllm_kernels._triton import tl, triton
 from teachllm_kernels.sampling import random_sample
 from teachllm_kernels.sampling.parameter_table import ParameterTable
@@ -29,6 +30,7 @@ from teachllm_kernels.sampling.random_sample import (
 from tests.distributed.one_of_two import OneOfTwo
 from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
 from tests.kernels.sampling.sampling_cases import make_table, one_by_one, random_requests, row_of
+from tests.request_kinds import EXAMPLES
 from tests.thorough import times
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
@@ -102,6 +104,23 @@ def test_tokens_equal_the_references_for_every_mixture_of_rows(
         for name, size in sizes.items():
             patch.setattr(random_sample, name, size)
         assert sample(logits, rows, table, output_index) == expected
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_each_filter_alone_cuts_what_the_reference_cuts(name: str) -> None:
+    """At positions where a token that is cut would have been drawn."""
+    vocab_size, num_positions = 61, 300
+    table = make_table(vocab_size, [{"temperature": 1.5, "seed": 3, name: EXAMPLES[name]}])
+    one = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(4))
+    is_kept = filtered(one, table)[0].isfinite()
+    p = table.gather(torch.zeros(num_positions, dtype=torch.int64, device=DEVICE))
+    positions, logits = torch.arange(num_positions, device=DEVICE), one.to(DEVICE).expand(num_positions, -1)
+    plain = gumbel_sample_reference(logits, p["temperature"], p["seed"], positions, p["child_index"])
+    positions = positions[~is_kept.to(DEVICE)[plain]][: per_device(3, 300)]
+    logits, rows = logits[: len(positions)].contiguous(), [0] * len(positions)
+    tokens = sample(logits, rows, table, positions)
+    assert len(tokens) >= 3 and is_kept[tokens].all()
+    assert tokens == expected_tokens(logits, rows, table, positions)
 
 
 @pairs(
