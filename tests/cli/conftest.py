@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -92,6 +93,15 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
 
     monkeypatch.setattr(engine_door, "make_llm", make)
     return fake
+
+
+def as_options(given: dict[str, Any]) -> list[str]:
+    """Return the command line that asks for these parameters; one with several values is given several times."""
+    words: list[str] = []
+    for name, value in given.items():
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [f"--{name.replace('_', '-')}", str(each)]
+    return words
 
 
 built = cache(get_command)  # which takes longer than most commands

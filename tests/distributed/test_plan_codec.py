@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from teachllm.core.scheduler_output import (
     TokenLogprobs,
 )
 from teachllm.distributed.plan_codec import decode_output, decode_plan, encode_output, encode_plan
+from tests.request_kinds import KINDS
 from tests.thorough import times
 
 IDS = st.integers(0, 2**31 - 1)
@@ -103,6 +105,13 @@ def test_a_plan_comes_back_as_it_was(plan: SchedulerOutput) -> None:
 @given(OUTPUTS)
 def test_an_output_comes_back_as_it_was(output: ModelRunnerOutput) -> None:
     assert repr(decode_output(encode_output(output))) == repr(output)  # as text no number is equal to itself
+
+
+@pytest.mark.parametrize("asked", KINDS.values(), ids=KINDS)
+def test_every_parameter_comes_back_as_it_was(asked: dict[str, Any]) -> None:
+    row = NewRow([1, 2], 2, SamplingParams(**asked), 0, 5, frozenset())
+    plan = SchedulerOutput(0, [ScheduledRequest("a", 0, 2, [], True, 0, [5], row)])
+    assert decode_plan(encode_plan(plan)) == (plan, [])
 
 
 def test_what_stands_for_a_list_arrives_as_a_tuple() -> None:

@@ -31,12 +31,14 @@ from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.sampling.shared_filters import num_told
 from teachllm.sampling.shared_vocabulary import Columns
+from teachllm.sampling_params import FILTERS, PENALTIES
 from teachllm.worker.cpu.model_runner import ModelRunner
 from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 from teachllm_kernels.comm.one_shot_all_reduce import SymmetricBuffer
 from tests.checkpoints import VOCAB_SIZE, build_config, make_checkpoint
 from tests.distributed.processes import buffers_in, on_processes, through_host
 from tests.distributed.threads import on_ranks
+from tests.request_kinds import asking
 from tests.thorough import THOROUGH, times
 from tests.worker.gpu.interpreted_gpu import InterpretedRunner, interpret
 
@@ -45,9 +47,9 @@ LAYOUTS = [Layout(2, 1), Layout(1, 2), Layout(2, 2), Layout(1, 3), Layout(4, 1)]
 PARAMS = {
     "greedy": {"temperature": 0.0},
     "random": {"temperature": 0.9, "seed": 3},
-    "filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 5},
-    "nucleus": {"temperature": 0.8, "top_p": 0.9, "seed": 6},
-    "penalties and logprobs": {"temperature": 0.7, "repetition_penalty": 1.3, "logprobs": 2, "prompt_logprobs": 1},
+    "filtered": asking(*FILTERS, temperature=0.8, seed=5),
+    "nucleus": asking("top_p", temperature=0.8, seed=6),
+    "penalties and logprobs": asking(*PENALTIES, "logprobs", "prompt_logprobs", temperature=0.7),
 }
 FEW_TOKENS = {"max_tokens": 6}  # each takes a second where kernels are interpreted
 

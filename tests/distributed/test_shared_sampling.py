@@ -21,30 +21,21 @@ from teachllm.sampling.verify import Proposals
 from teachllm.sampling_params import SamplingParams
 from tests.distributed.threads import on_ranks
 from tests.pairwise import pairwise
+from tests.request_kinds import SAMPLING_KINDS
 from tests.thorough import times
 
 VOCAB, PROMPT_LEN = 72, 3  # of 4 and 8 ranks' first columns some are no multiple of four
 CPU = torch.device("cpu")
-EVERY = {
-    "greedy": {"temperature": 0.0},
-    "random": {"temperature": 0.9},
-    "k": {"temperature": 1.2, "top_k": 5},
+EVERY = SAMPLING_KINDS | {
     "all but one": {"temperature": 1.2, "top_k": VOCAB - 1},
-    "p": {"temperature": 1.5, "top_p": 0.7},
     "small p": {"temperature": 1.0, "top_p": 0.01},
     "k and p": {"temperature": 1.0, "top_k": 20, "top_p": 0.8},
-    "min-p": {"temperature": 1.0, "min_p": 0.2},
-    "all filters": {"temperature": 2.0, "top_k": 30, "top_p": 0.9, "min_p": 0.05},
     "p and min-p": {"temperature": 2.0, "top_p": 0.9, "min_p": 0.05},
-    "penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.3},
-    "bias": {"temperature": 0.0, "logit_bias": {70: 3.0, 1: 2.9, 33: -4.0}},
-    "allowed": {"temperature": 1.0, "allowed_token_ids": [70, 71, 3]},
-    "min tokens": {"temperature": 0.0, "min_tokens": 9},
+    "weak filters": {"temperature": 2.0, "top_k": 30, "top_p": 0.9, "min_p": 0.05},
+    # Of the first rank and the last.
+    "logit_bias": {"temperature": 0.0, "logit_bias": {70: 3.0, 1: 2.9, 33: -4.0}},
+    "allowed_token_ids": {"temperature": 1.0, "allowed_token_ids": [70, 71, 3]},
     "logprobs": {"temperature": 0.0, "logprobs": 20},
-    "everything": {
-        **{"temperature": 1.3, "top_k": 9, "top_p": 0.95, "repetition_penalty": 1.2, "logprobs": 3},
-        **{"logit_bias": {5: 2.0}, "frequency_penalty": 0.2},
-    },
 }
 
 
@@ -106,7 +97,7 @@ def test_rows_of_one_kind_are_sampled_as_by_one(case: dict[str, Any], monkeypatc
     if not EVERY[kind]["temperature"]:
         return
     found = sample(ALONE, [EVERY[kind]] * 24, logits).token_ids
-    assert kind in ("small p", "allowed") or (found != logits.argmax(dim=-1)).any()  # noise decides something
+    assert kind in ("small p", "allowed_token_ids") or (found != logits.argmax(dim=-1)).any()  # noise decides something
 
 
 @settings(max_examples=times(6, 100))

@@ -22,6 +22,7 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.engine.reference import reference
 from tests.engine.withheld import withheld
 from tests.pairwise import pairwise
+from tests.request_kinds import MIXTURES
 from tests.thorough import THOROUGH, times
 from tests.worker.engines import (
     DraftingExecutor,
@@ -190,19 +191,10 @@ def test_a_cache_salt_shares_only_with_itself() -> None:
 def workload() -> list[tuple[list[int], SamplingParams]]:
     """Random sampling of every kind, each with its own seed."""
     rng, made = random.Random(3), []
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 1.0},
-        {"temperature": 0.0, "repetition_penalty": 1.4},
-        {"temperature": 0.8, "top_k": 20, "presence_penalty": 1.5},
-        {"temperature": 1.2, "top_p": 0.8, "frequency_penalty": 1.0, "n": 2},
-        {"temperature": 1.0, "min_p": 0.05, "allowed_token_ids": list(range(0, 512, 3))},
-        {"temperature": 0.9, "logit_bias": {5: 4.0}, "min_tokens": 10, "stop_token_ids": list(range(0, 60))},
-        {"temperature": 1.0, "stop_token_ids": list(range(100, 130)), "logprobs": 2},
-    ]
     common = random_ids(30, seed=9)
-    for i, kind in enumerate(kinds * times(1, 2)):
+    for i, kind in enumerate(MIXTURES * times(1, 2)):
         prompt = common[: rng.choice([0, 17, 30])] + random_ids(rng.randint(1, 25), seed=i)
-        made.append((prompt, SamplingParams(seed=i, max_tokens=rng.randint(1, 26), **kind)))
+        made.append((prompt, SamplingParams(**{"seed": i, "max_tokens": rng.randint(4, 26)} | kind)))
     return made
 
 

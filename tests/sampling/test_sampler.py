@@ -15,9 +15,10 @@ from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.device_parameters import parameters_of
 from teachllm.sampling.filters import apply_filters, count_nucleus
 from teachllm.sampling.sampler import Sampler, SamplerOutput
-from teachllm.sampling_params import SamplingParams
+from teachllm.sampling_params import DEFAULTS, FILTERS, PENALTIES, SamplingParams
 from teachllm_lessons.helpers.lesson_00 import contract_choose, greedy
 from teachllm_lessons.helpers.lesson_07 import contract_count_nucleus
+from tests.request_kinds import EXAMPLES, SAMPLING_KINDS, asking
 from tests.thorough import times
 
 VOCAB = 11
@@ -120,6 +121,8 @@ def kept_by_hand(params: dict[str, Any]) -> torch.Tensor:
         {"min_p": 0.2},
         {"min_p": 0.01, "temperature": 0.7},
         {"top_k": 5, "top_p": 0.7, "min_p": 0.05, "temperature": 1.3},
+        *(asking(name) for name in FILTERS),
+        asking(*FILTERS, temperature=1.6),
     ],
     ids=str,
 )
@@ -228,16 +231,13 @@ def test_constraints_hold_for_each_row_of_a_batch_by_itself() -> None:
 
 settings_of_requests = st.fixed_dictionaries(
     {},
-    optional={
+    optional={name: st.sampled_from([DEFAULTS[name], EXAMPLES[name]]) for name in (*FILTERS, *PENALTIES)}
+    | {
         "temperature": st.sampled_from([0.0, 0.5, 1.0, 2.0]),
         "top_k": st.integers(0, VOCAB + 3),
         "top_p": st.sampled_from([0.2, 0.9, 1.0]),
-        "min_p": st.sampled_from([0.0, 0.1]),
-        "repetition_penalty": st.sampled_from([1.0, 1.3]),
-        "presence_penalty": st.sampled_from([0.0, 0.5]),
-        "frequency_penalty": st.sampled_from([0.0, 0.2]),
-        "logit_bias": st.just({3: 2.0}),
-        "allowed_token_ids": st.just([2, 3, 5, 7]),
+        "logit_bias": st.just(EXAMPLES["logit_bias"]),
+        "allowed_token_ids": st.just(EXAMPLES["allowed_token_ids"]),
         "min_tokens": st.integers(0, 3),
         "logprobs": st.integers(0, 3),
     },
@@ -414,12 +414,7 @@ def test_a_neighbour_that_asks_for_logprobs_or_penalties_changes_no_token() -> N
 
 @pytest.mark.gpu
 def test_sampling_never_waits_for_the_device_whatever_a_request_asks_for() -> None:
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0, "logprobs": 2},
-        {"temperature": 0.8, "top_k": 5, "top_p": 0.9},
-        {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {3: 1.0}, "min_tokens": 2},
-        {"allowed_token_ids": [1, 2, 3]},
-    ]
+    kinds = [asking("logprobs", temperature=0.0), *SAMPLING_KINDS.values()]
     device = torch.device("cuda")
     sampler = Sampler(len(kinds) + 1, VOCAB, device)
     for row, params in enumerate([*kinds, {}]):

@@ -6,14 +6,18 @@ import json
 from itertools import chain
 from typing import Any
 
+import pytest
+
 from teachllm.core.block_pool import BlockEvent
 from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ModelRunnerOutput
-from teachllm.sampling_params import SamplingParams
+from teachllm.engine.fork import arrived_params
+from teachllm.sampling_params import DEFAULTS, SamplingParams
 from teachllm.trace.recorder import Recorder, StepTimestamps, block_event
 from tests.core.helpers import EOS, add, make_request, make_scheduler, schedule
+from tests.request_kinds import KINDS
 
 TIMES = StepTimestamps(time=2.0, schedule=0.1, execute=0.2, wait=0.1, update=0.3, end=2.7)
 
@@ -50,6 +54,15 @@ def test_the_header_says_what_is_traced() -> None:
             "num_blocks": 8,
         }
     ]
+
+
+@pytest.mark.parametrize("asked", KINDS.values(), ids=KINDS)
+def test_an_arrival_holds_every_parameter_that_is_not_its_default(asked: dict[str, Any]) -> None:
+    recorder, lines = make_recorder()
+    recorder.arrival(make_request("a", 2, params=SamplingParams(**asked)))
+    (arrival,) = parse(lines)
+    assert set(arrival["params"]) == {name for name, value in asked.items() if value != DEFAULTS[name]}
+    assert arrived_params(arrival) == SamplingParams(**asked)
 
 
 def test_an_arrival_holds_what_a_replay_needs() -> None:

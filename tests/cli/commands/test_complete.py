@@ -10,8 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from teachllm.sampling_params import PARAMETERS
 from tests.bench.serve.fake_openai import MODEL, Answer, FakeServer, running
+from tests.cli.conftest import as_options
 from tests.cli.conversation.test_chat_url import FirstOnly
+from tests.request_kinds import EXAMPLES
 from tests.server.fake_engine import FakeEngineClient, Server, serving
 
 
@@ -56,17 +59,12 @@ def test_json_prints_one_object_a_line_in_the_order_of_the_prompts(teachllm, our
 def test_flags_reach_the_server_and_only_those(teachllm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     server = FakeServer()
-    flags = "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 5 --max-tokens 7"
+    given = {name: EXAMPLES[name] for name, spec in PARAMETERS.items() if spec.option is not None}
     with running(server) as url:
-        teachllm("complete", "--url", url, "-p", "one", *flags.split(), "--stop", "END", "-m", "mine")
+        teachllm("complete", "--url", url, "-p", "one", *as_options(given), "-m", "mine")
         teachllm("complete", "--url", url, "-p", "one")
-    given = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "seed": 5}
     streaming = {"stream": True, "stream_options": {"include_usage": True}}
-    assert server.bodies[0] == {
-        **{"model": "mine", "prompt": "one", "max_tokens": 7, "stop": ["END"]},
-        **given,
-        **streaming,
-    }
+    assert server.bodies[0] == {"model": "mine", "prompt": "one", **given, "stop": [*given["stop"]], **streaming}
     assert server.bodies[1] == {"model": MODEL, "prompt": "one", "max_tokens": 128, **streaming}
     assert server.headers[0]["authorization"] == "Bearer secret"
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 
+from teachllm import SamplingParams
+from teachllm.sampling_params import FILTERS, PARAMETERS
+from tests.cli.conftest import as_options
+from tests.request_kinds import EXAMPLES
+
 KEYS = ["prompt", "text", "token_ids", "finish_reason", "num_prompt_tokens", "num_cached_tokens"]
 
 
@@ -38,12 +43,10 @@ def test_prompts_come_from_a_file_or_stdin_one_a_line(teachllm, llm, tmp_path) -
 
 
 def test_flags_of_the_request_reach_the_sampler(teachllm, llm) -> None:
-    flags = "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 5 --max-tokens 7"
-    teachllm("generate", "-p", "one", *flags.split(), "--stop", "\n", "--stop", "END")
-    params = llm.params
-    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 3, 0.9, 0.1)
-    assert (params.repetition_penalty, params.seed, params.max_tokens) == (1.2, 5, 7)
-    assert params.stop_strings == ("\n", "END")
+    given = {name: EXAMPLES[name] for name, spec in PARAMETERS.items() if spec.option is not None}
+    assert {*FILTERS, "temperature", "repetition_penalty", "seed", "max_tokens", "stop"} <= set(given)
+    teachllm("generate", "-p", "one", *as_options(given))
+    assert llm.params == SamplingParams(**given)
 
 
 def test_without_a_flag_the_checkpoint_says_how_many_tokens_or_else_there_are_128(teachllm, llm) -> None:

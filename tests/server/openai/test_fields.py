@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from teachllm.server.openai.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
+from tests.request_kinds import EXAMPLES
 from tests.server.fake_engine import FakeEngineClient, Server, error_of, serving
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -28,29 +30,11 @@ BODIES: dict[str, dict[str, Any]] = {TEXT: {"prompt": "a b c"}, CHAT: {"messages
 MODELS = {TEXT: CompletionRequest, CHAT: ChatCompletionRequest}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
-# {field: (value, what SamplingParams has then)}
+# {field: (value, what SamplingParams has then)}; JSON has neither tuples nor numbers as keys.
+NO_FIELDS = {"detokenize", "logprobs"}  # an answer is text; a number for one endpoint, a flag for the other
 SAMPLING: dict[str, tuple[Any, dict[str, Any]]] = {
-    "n": (3, {"n": 3}),
-    "temperature": (0.25, {"temperature": 0.25}),
-    "top_p": (0.5, {"top_p": 0.5}),
-    "top_k": (7, {"top_k": 7}),
-    "min_p": (0.125, {"min_p": 0.125}),
-    "repetition_penalty": (1.25, {"repetition_penalty": 1.25}),
-    "presence_penalty": (0.5, {"presence_penalty": 0.5}),
-    "frequency_penalty": (-0.5, {"frequency_penalty": -0.5}),
-    "logit_bias": ({"5": 2.5}, {"logit_bias": {5: 2.5}}),
-    "seed": (11, {"seed": 11}),
-    "min_tokens": (2, {"min_tokens": 2}),
-    "stop": (["x"], {"stop": ("x",)}),
-    "stop_token_ids": ([9, 9], {"stop_token_ids": (9,)}),
-    "ignore_eos": (True, {"ignore_eos": True}),
-    "bad_words": (["y"], {"bad_words": ("y",)}),
-    "allowed_token_ids": ([1, 2], {"allowed_token_ids": (1, 2)}),
-    "prompt_logprobs": (2, {"prompt_logprobs": 2}),
-    "skip_special_tokens": (False, {"skip_special_tokens": False}),
-    "include_stop_str_in_output": (True, {"include_stop_str_in_output": True}),
-    "max_tokens": (5, {"max_tokens": 5}),
-}
+    name: (json.loads(json.dumps(value)), {name: value}) for name, value in EXAMPLES.items() if name not in NO_FIELDS
+} | {"stop_token_ids": ([9, 9], {"stop_token_ids": (9,)})}
 OF_TEXT = {"logprobs": (4, {"logprobs": 4})}
 OF_CHAT = {"max_completion_tokens": (6, {"max_tokens": 6}), "logprobs": (True, {"logprobs": 0})}
 # Those that mean something to the prompt, the answer or the queue, and are tested with it.
