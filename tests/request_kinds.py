@@ -11,7 +11,7 @@ from typing import Any
 
 from teachllm.sampling_params import FILTERS, PENALTIES
 
-# Every field of SamplingParams, with a value that is not its default. A filter's value cuts some tokens of a flat row.
+# Every field of SamplingParams, with a value that is not its default. A filter's cuts some tokens of nearly any row.
 EXAMPLES: dict[str, Any] = {
     "n": 2,
     "temperature": 0.75,

@@ -111,7 +111,7 @@ def test_each_filter_alone_cuts_what_the_reference_cuts(name: str) -> None:
     """At positions where a token that is cut would have been drawn."""
     vocab_size, num_positions = 61, 300
     table = make_table(vocab_size, [{"temperature": 1.5, "seed": 3, name: EXAMPLES[name]}])
-    one = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(4))
+    one = 2 * torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(4))
     is_kept = filtered(one, table)[0].isfinite()
     p = table.gather(torch.zeros(num_positions, dtype=torch.int64, device=DEVICE))
     positions, logits = torch.arange(num_positions, device=DEVICE), one.to(DEVICE).expand(num_positions, -1)
