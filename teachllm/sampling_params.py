@@ -70,7 +70,7 @@ def _parameter(default: Default, **spec: Any) -> Default:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Parameters of one request.
+    """Hold the parameters of one request.
 
     Attributes:
         n: completions of the same prompt; their prompt blocks are shared.
@@ -95,6 +95,7 @@ class SamplingParams:
         prompt_logprobs: the same for each prompt token; such a request does not read the prefix cache.
         detokenize: False returns ids only; stop strings then have nothing to match.
         skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: the stop string that ends the output is part of its text.
 
     Integers of NumPy and the like become Python's, and sequences tuples; of equal token ids one is kept.
 

@@ -28,6 +28,19 @@ def test_every_parameter_has_an_example_and_a_kind_of_request() -> None:
     assert set(FILTER_VALUES) <= set(FILTERS)
 
 
+def test_every_parameter_is_explained_and_every_number_has_a_range() -> None:
+    for name, spec in PARAMETERS.items():
+        assert f"\n        {name}: " in (SamplingParams.__doc__ or "")
+        if isinstance(EXAMPLES[name], bool) or not isinstance(EXAMPLES[name], int | float) or name == "seed":
+            continue
+        bounds = spec.bounds
+        assert bounds is not None, name
+        for limit, outside in ((bounds.ge, -1), (bounds.gt, 0), (bounds.le, 1), (bounds.lt, 0)):
+            if limit is not None:
+                with pytest.raises(ValueError, match=rf"^{name}=.*: must be "):
+                    SamplingParams(**{name: limit + outside})
+
+
 def test_a_request_has_a_filter_or_a_penalty_as_soon_as_one_is_not_off() -> None:
     plain = SamplingParams()
     assert not plain.has_filter(VOCAB) and not plain.has_penalty
