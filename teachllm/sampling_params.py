@@ -31,7 +31,7 @@ class Bounds:
         ge, gt, le, lt: at least, more than, at most, less than.
     """
 
-    text: str
+    text: str = ""
     ge: float | None = None
     gt: float | None = None
     le: float | None = None

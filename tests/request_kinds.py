@@ -66,7 +66,7 @@ SAMPLING_KINDS: dict[str, dict[str, Any]] = {
 # Few requests in which all of that occurs, for tests where a request takes long.
 MIXTURES: list[dict[str, Any]] = [
     {"temperature": 1.0},
-    asking("repetition_penalty", temperature=0.0),
+    asking(*PENALTIES, temperature=0.0),
     *(
         asking(name, *beside, temperature=1.0)
         for name, beside in zip(FILTERS, cycle((("presence_penalty",), ("frequency_penalty", "n"), ("min_tokens",))))

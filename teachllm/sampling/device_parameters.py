@@ -19,7 +19,8 @@ from teachllm_kernels.sampling.parameter_table import FLOAT_COLUMNS, INT_COLUMNS
 Parameters = Mapping[str, torch.Tensor]
 
 _SIGN = 1 << 63
-_OF_THE_REQUEST = ("seed", "child_index", "num_prompt_tokens", "is_filtered")  # which are no parameters, or other ones
+# What a request knows beside its parameters; its seed is the parameter's, or the engine has drawn it.
+_OF_THE_REQUEST = ("seed", "child_index", "num_prompt_tokens", "is_filtered")
 
 
 def _columns(read_by_kernels: tuple[str, ...], names: Iterable[str]) -> tuple[str, ...]:
@@ -55,7 +56,7 @@ def parameters_of(asked: Sequence[SamplingParams], vocab_size: int) -> Parameter
 
 
 class DeviceParameters:
-    """The table on the device, and the host's copy, in which rows are written.
+    """Keep the table on the device, and the host's copy, in which rows are written.
 
     Attributes:
         table: on the device, for kernels.
@@ -85,5 +86,5 @@ class DeviceParameters:
 
     @property
     def num_prompt_tokens(self) -> torch.Tensor:
-        """[max_num_rows] int64, on the device."""
+        """Return [max_num_rows] int64, on the device: the prompt length of each row's request."""
         return self.table.ints[:, INTS.index("num_prompt_tokens")]

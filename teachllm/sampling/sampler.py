@@ -284,7 +284,7 @@ class Sampler:
         output_indices = lengths - parameters["num_prompt_tokens"]
         if not draws_by_kernel(self._state.device):
             return self._draw_by_torch(logits, selection, parameters, output_indices, proposals)
-        # As without other options: what a neighbour asks for changes no row's token.
+        # The same call for every mixture of rows: what a neighbour asks for changes no row's token.
         rows = selection.rows.int()
         if proposals is None:
             return self._state.draw(logits, rows, output_indices, any_random=True, any_filtered=True)
@@ -298,7 +298,7 @@ class Sampler:
         output_indices: torch.Tensor,
         proposals: Proposals | None,
     ) -> torch.Tensor:
-        """Do the same as the kernels, for the rows that are random or have a filter alone."""
+        """Do the same as the kernels, with torch: only random rows get noise, and only rows with a filter are cut."""
         chosen, columns = selection.random, self._columns
         if chosen is None:
             return columns.argmax(logits)

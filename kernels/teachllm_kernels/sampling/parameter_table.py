@@ -27,7 +27,7 @@ IS_FILTERED = tl.constexpr(INT_COLUMNS.index("is_filtered"))  # 1 where a filter
 
 @dataclass(frozen=True, slots=True)
 class ParameterTable:
-    """The parameters of all open requests.
+    """Hold the parameters of all open requests.
 
     Attributes:
         floats: [max_rows, num_floats] float32, `FLOAT_COLUMNS` first.

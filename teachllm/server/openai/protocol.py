@@ -142,8 +142,8 @@ class RequestBody(BaseModel):
 
 # Ranges that are narrower here than the engine's.
 _NARROWER = {
-    "temperature": Bounds("", ge=0, le=100),
-    "repetition_penalty": Bounds("", ge=0.01, le=100),
+    "temperature": Bounds(ge=0, le=100),
+    "repetition_penalty": Bounds(ge=0.01, le=100),
 }
 _NOT_PLAIN = ("n", "detokenize")  # declared below; not offered, since an answer is text
 
