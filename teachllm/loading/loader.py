@@ -20,6 +20,7 @@ from teachllm.config import EngineConfig
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.distributed.shards import ShardDestination
 from teachllm.errors import ModelError
+from teachllm.layers.dtypes import torch_dtype
 from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Destination, Linear
 from teachllm.layers.moe import Experts
@@ -42,7 +43,6 @@ from teachllm.quantization.formats.scaled import Scaled
 
 T = TypeVar("T")
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Old checkpoints carry this table, which is computed here.
 _DERIVED = "rotary_emb.inv_freq"
 
@@ -66,7 +66,7 @@ def load_model(
     """
     if config.batch_invariant:
         _check_invariant(model_config, device)
-    folder, dtype = Path(model_config.path), _DTYPES[model_config.dtype]
+    folder, dtype = Path(model_config.path), torch_dtype(model_config.dtype)
     if config.load_format != "dummy":
         check_weights(folder, config.load_format)
     if model_config.implementation == "transformers":

@@ -236,10 +236,11 @@ class LlamaForCausalLM(nn.Module):
         self.embed_tokens = embedding() if coords.is_first_stage else None
         self.rotary = Rotary(own.rotary, max_len)
         self.experts = config.moe
-        self.layers = nn.ModuleList(
+        self._layers = [
             LlamaLayer(own, window, schemes.within(f"model.layers.{index}"), shard, config.experts_of(index))
             for index, window in zip(self._indices, own.windows, strict=True)
-        )
+        ]
+        self.layers = nn.ModuleList(self._layers)
         self.norm = RMSNorm(own.hidden_size, eps=own.norm_eps) if coords.is_last_stage else None
         self.lm_head = None
         self._quantized_head = None
@@ -281,7 +282,7 @@ class LlamaForCausalLM(nn.Module):
             assert self.embed_tokens is not None
             x, residual = self.embed_tokens(input_ids), None
         aux_hidden_states = aux_hidden_states or {}
-        for index, layer, kv_cache in zip(self._indices, self.layers, kv_caches, strict=True):
+        for index, layer, kv_cache in zip(self._indices, self._layers, kv_caches, strict=True):
             is_last = index == self._num_all_layers - 1
             x, residual = layer(x, residual, angles, kv_cache, metadata, is_last, aux_hidden_states.get(index))
         if self.norm is None:
@@ -308,8 +309,7 @@ class LlamaForCausalLM(nn.Module):
         """(name, destination) of every tensor of the checkpoint; a destination may be a slice of a merged one."""
         if self.embed_tokens is not None:
             yield "model.embed_tokens.weight", self.embed_tokens.destination
-        for index, layer in zip(self._indices, self.layers, strict=True):
-            assert isinstance(layer, LlamaLayer)
+        for index, layer in zip(self._indices, self._layers, strict=True):
             for name, destination in layer.checkpoint_tensors():
                 yield f"model.layers.{index}.{name}", destination
         if self.norm is None or self.lm_head is None:
@@ -327,7 +327,7 @@ class LlamaForCausalLM(nn.Module):
             index, _, rest = rest.partition(".")
             if not index.isdigit() or int(index) >= self._num_all_layers:
                 return False
-            return int(index) not in self._indices or self._layer(int(index)).is_elsewhere(rest)
+            return int(index) not in self._indices or self._layers[int(index) - self._indices.start].is_elsewhere(rest)
         if kind == "lm_head":
             return self.is_tied or self.lm_head is None
         if kind == "embed_tokens":
@@ -336,7 +336,7 @@ class LlamaForCausalLM(nn.Module):
 
     def execute_dummy_step(self) -> None:
         """An empty step: what its experts have to do for replicas that have tokens."""
-        for layer in self.layers:
+        for layer in self._layers:
             if isinstance(layer.mlp, SparseMLP):
                 layer.mlp.execute_dummy_step()
 
@@ -346,16 +346,10 @@ class LlamaForCausalLM(nn.Module):
         assert self.experts is not None
         device = self.rotary.cos.device
         load = torch.zeros((self.experts.num_layers, self.experts.num_experts), dtype=torch.int64, device=device)
-        for index, layer in zip(self._indices, self.layers, strict=True):
+        for index, layer in zip(self._indices, self._layers, strict=True):
             if isinstance(layer.mlp, SparseMLP):
                 layer.mlp.load = load[sum(self.experts.layers[:index])]
         return load
-
-    def _layer(self, index: int) -> LlamaLayer:
-        """By its number in the whole model."""
-        layer = self.layers[index - self._indices.start]
-        assert isinstance(layer, LlamaLayer)
-        return layer
 
     def finish(self) -> None:
         """Dequantize a quantized output head that was read."""

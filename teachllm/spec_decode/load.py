@@ -14,6 +14,7 @@ from teachllm.checkpoint.json_values import JsonObject, without_nulls
 from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec
 from teachllm.errors import ModelError
+from teachllm.layers.dtypes import torch_dtype
 from teachllm.loading.loader import check_weights, fill, finish, load_model, new_module, stored_names
 from teachllm.loading.random_weights import fill_randomly
 from teachllm.models.llama_config import MAY_BE_NULL
@@ -146,7 +147,7 @@ def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: Mo
     assert speculation.model is not None
     folder = find_folder(speculation.model, speculation.revision, config.load_format)
     settings = JsonObject(without_nulls(read_json(folder / "config.json"), MAY_BE_NULL), f"{folder}/config.json")
-    nowhere, dtype, max_len = torch.device("meta"), getattr(torch, model.dtype), model.max_model_len
+    nowhere, dtype, max_len = torch.device("meta"), torch_dtype(model.dtype), model.max_model_len
     stored = stored_names(folder, config.load_format, _WHERE)
     head: EagleConfig | MedusaConfig
     specs: list[KVCacheSpec] = []
@@ -197,7 +198,7 @@ def load_drafter(
         draft, target = drafter.model, drafter.target
         max_len = drafter.max_len if drafter.max_len < target.max_model_len else None
         return DraftModel(load_model(draft, own, device), kv_caches, draft.vocab_size, target.vocab_size, max_len)
-    dtype = getattr(torch, drafter.dtype)
+    dtype = torch_dtype(drafter.dtype)
     if isinstance(drafter.head, MedusaConfig):
         medusa = drafter.head
         module: Any = new_module(lambda: MedusaHeads(medusa), device, dtype)

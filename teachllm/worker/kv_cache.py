@@ -18,9 +18,10 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec, MemoryPlan, NotEnoughMemoryError, format_bytes
 from teachllm.layers.attention_backends.base import AttentionNeeds
+from teachllm.layers.dtypes import dtype_bytes, torch_dtype
 from teachllm.models.model_config import ModelConfig
 from teachllm.spec_decode.load import DrafterConfig
-from teachllm.worker.gpu.memory_needs import dtype_bytes, memory_table, predict_needs
+from teachllm.worker.gpu.memory_needs import memory_table, predict_needs
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -173,8 +174,8 @@ def allocate_layers(
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_size)
         if device.type == "cpu":  # pages that an operating system zeroes when a slot of theirs is first written
             num_bytes = math.prod(shape) * dtype_bytes(dtype)
-            return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(getattr(torch, dtype)).view(shape)
-        return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(torch_dtype(dtype)).view(shape)
+        return torch.zeros(shape, dtype=torch_dtype(dtype), device=device)
 
     return [(zeros(spec), zeros(spec)) for spec in specs]
 

@@ -13,6 +13,7 @@ from teachllm.layers.attention_backends.invariant import InvariantBackend
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.attention_backends.sdpa import SDPABackend
 from teachllm.layers.attention_backends.triton import TritonBackend
+from teachllm.layers.dtypes import torch_dtype
 from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill
 
 _ON_A_GPU: dict[str, type[AttentionBackend]] = {
@@ -57,7 +58,7 @@ def select_backend(
     if name is None:
         TritonBackend.check(needs)
         group = needs.num_heads // needs.num_kv_heads
-        if fits_hopper_prefill(device, getattr(torch, needs.dtype), needs.head_size, group, needs.block_size):
+        if fits_hopper_prefill(device, torch_dtype(needs.dtype), needs.head_size, group, needs.block_size):
             return TritonBackend()
         try:
             SDPABackend.check(needs)

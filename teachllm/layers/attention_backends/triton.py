@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
+from teachllm.layers.dtypes import torch_dtype
 from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill, hopper_prefill
 from teachllm_kernels.attention.paged_decode import paged_decode_triton
 from teachllm_kernels.attention.paged_prefill import paged_prefill_triton, tile_options
@@ -152,7 +153,7 @@ def check_heads(num_heads: int, num_kv_heads: int, head_size: int, dtype: str) -
     Raises:
         ValueError: in one line, with what they can.
     """
-    group, most = num_heads // num_kv_heads, tile_options(head_size, getattr(torch, dtype), 0)["BLOCK_M"]
+    group, most = num_heads // num_kv_heads, tile_options(head_size, torch_dtype(dtype), 0)["BLOCK_M"]
     if head_size % 2 or not 16 <= head_size <= 256:
         raise ValueError(f"heads of {head_size}: the GPU's attention takes even sizes from 16 to 256; use device=cpu")
     if group > most:

@@ -22,6 +22,7 @@ from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.layers.attention_backends.base import AttentionBackend
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.attention_backends.selection import select_backend
+from teachllm.layers.dtypes import torch_dtype
 from teachllm.loading.loader import load_model
 from teachllm.models.base import AuxOut, Model
 from teachllm.models.model_config import ModelConfig
@@ -116,7 +117,7 @@ class ModelRunner:
         self.memory = self.memory.of_blocks(num_blocks)
         self.model: Model = load_model(whole, config, device, progress, ranks)
         if ranks.coords.layout.pipeline > 1:
-            self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
+            self.model = Stage(self.model, ranks, whole.hidden_size, torch_dtype(whole.dtype))
         self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)
         self._batch = InputBatch(
             max_num_seqs=config.max_num_seqs,

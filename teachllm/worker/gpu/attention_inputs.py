@@ -13,6 +13,7 @@ import torch
 
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionNeeds
+from teachllm.layers.dtypes import torch_dtype
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import LONGEST_DECODE
 from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
@@ -75,7 +76,7 @@ class GPUAttention:
         self.plans: dict[int | None, DecodePlan] = {}
         if not backend.splits_decodes:
             return
-        dtype, group = getattr(torch, needs.dtype), needs.num_heads // needs.num_kv_heads
+        dtype, group = torch_dtype(needs.dtype), needs.num_heads // needs.num_kv_heads
         on_hopper = fits_hopper_decode(batch.device, dtype, needs.head_size, group, needs.block_size)
         self.plans = {
             window: DecodePlan.allocate(

@@ -23,6 +23,7 @@ from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
 from teachllm.distributed.group import agreed_least
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.layers.attention_backends.selection import select_backend
+from teachllm.layers.dtypes import torch_dtype
 from teachllm.loading.loader import load_model
 from teachllm.models.base import Model
 from teachllm.models.model_config import ModelConfig
@@ -80,7 +81,7 @@ class GPUModelRunner:
         torch.cuda.set_device(device)
         self._device = device
         if not (config.disable_custom_all_reduce or config.batch_invariant):  # long steps' sums are rounded otherwise
-            ranks.tensor.open_symmetric_buffer(whole.hidden_size, getattr(torch, whole.dtype), device)
+            ranks.tensor.open_symmetric_buffer(whole.hidden_size, torch_dtype(whole.dtype), device)
         self._is_observed = False
         self._last: PendingStep | None = None
         needs = attention_needs(config, model_config)
@@ -104,7 +105,7 @@ class GPUModelRunner:
         allocated = torch.cuda.memory_allocated(device)
         self.model: Model = load_model(whole, config, device, progress, ranks)
         if layout.pipeline > 1:
-            self.model = Stage(self.model, ranks, whole.hidden_size, getattr(torch, whole.dtype))
+            self.model = Stage(self.model, ranks, whole.hidden_size, torch_dtype(whole.dtype))
         draft_caches: KVCache = []
         loaded = None if drafter is None else load_drafter(drafter, config, self.model, draft_caches, device)
         if model_config.has_quantized_kv:

@@ -22,6 +22,7 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError, format_bytes
 from teachllm.layers.attention_backends import selection
+from teachllm.layers.dtypes import dtype_bytes
 from teachllm.models.model_config import ModelConfig
 from teachllm.spec_decode.load import DrafterConfig
 from teachllm.spec_decode.medusa import MedusaConfig
@@ -47,11 +48,6 @@ _KERNELS_A_LAYER = 9
 _BYTES_A_KERNEL = 8 << 10  # of a recording, an assumption: `benchmarks/ledger.py` prints what recordings took
 _CODE = 128 << 20  # kernels that libraries and Triton load, an assumption likewise; the measured one replaces it
 _REPORT_THRESHOLD_BYTES = 32 << 20
-
-
-def dtype_bytes(name: str) -> int:
-    """Bytes of one element of a dtype given by name."""
-    return torch.empty((), dtype=getattr(torch, name)).element_size()
 
 
 def predict_needs(

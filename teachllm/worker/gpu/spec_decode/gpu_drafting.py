@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest
+from teachllm.layers.dtypes import torch_dtype
 from teachllm.models.base import AuxOut
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler
@@ -63,7 +64,7 @@ class GPUDrafting:
         sampler: Sampler,
         attention: GPUAttention,
     ) -> None:
-        dtype, vocab_size, max_num_tokens = getattr(torch, model.dtype), model.vocab_size, batch.input_ids.shape[0]
+        dtype, vocab_size, max_num_tokens = torch_dtype(model.dtype), model.vocab_size, batch.input_ids.shape[0]
         self.drafter, self.tree = drafter, tree
         self.reads_step = drafter is not None and (drafter.follows_always or not drafter.has_layers)
         self._speculation = speculation
