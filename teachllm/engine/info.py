@@ -15,11 +15,9 @@ from teachllm.engine.capacity import num_undisturbed
 from teachllm.engine.make_core import check_ranks
 from teachllm.engine.replicas.replica import replica_devices, share_of_threads
 from teachllm.errors import counted
-from teachllm.models.llama_config import parse
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.model_of_rank import model_of_rank
 from teachllm.models.registry import WITH_EXPERTS
-from teachllm.models.sharding import of_rank, stage_layers
 from teachllm.quantization.formats.layer_schemes import quantization_of
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.device import select_device
@@ -78,18 +76,18 @@ def _ranks(
     """Return what each of several has."""
     if len(all_coords) == 1:
         return []
-    rows, whole = [], parse(model.raw)
+    rows = []
     for coords, plan in zip(all_coords, plans, strict=True):
-        own, layers = of_rank(whole, coords), stage_layers(whole, coords.layout.pipeline)[coords.stage]
+        own = model_of_rank(model, coords)
         parts = [
-            f"layers {layers.start} to {layers.stop - 1}",
+            f"layers {own.first_layer} to {own.first_layer + own.num_layers - 1}",
             *(["embedding"] if coords.is_first_stage else []),
             *(["output head"] if coords.is_last_stage else []),
         ]
-        heads = f"{own.num_heads} query and {own.num_kv_heads} KV heads"
+        heads = f"{own.num_attention_heads} query and {own.num_kv_heads} KV heads"
         experts = ""
-        if own.moe is not None and coords.layout.spreads_experts:
-            experts = f", {own.moe.num_held} of {own.moe.num_experts} experts"
+        if own.experts is not None and coords.layout.spreads_experts:
+            experts = f", {own.experts.num_held} of {own.experts.num_experts} experts"
         kv = f"KV {format_bytes(plan.bytes_per_token)} per token, {plan.num_blocks} blocks"
         why = f"weights of {', '.join(parts)}: {heads}{experts}; {kv}"
         rows.append((f"rank {coords.rank}", format_bytes(plan.weights), why))

@@ -36,6 +36,7 @@ def shape(raw: dict[str, Any]) -> Shape:
         peak_width=peak_width(config),
         gated_peak_width=peak_width(config, is_gated=not config.mlp_bias and config.intermediate_size % 8 == 0),
         fixed_peak_width=peak_width(config, is_fixed=True),
+        experts=config.moe,
     )
 
 

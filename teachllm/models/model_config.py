@@ -7,7 +7,7 @@ arithmetic needs is known here, before a weight is allocated.
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ class ModelConfig(Shape):
         generation_defaults: settings of requests that do not name them, see `generation_config.py`.
         raw: config.json, with `EngineConfig.hf_overrides`.
         kv_cache_dtype: as `EngineConfig.kv_cache_dtype`.
+        first_layer: the index in the whole model of the first layer; of a rank that has a later stage not 0.
     """
 
     path: str
@@ -69,6 +70,7 @@ class ModelConfig(Shape):
     generation_defaults: dict[str, float | int]
     raw: dict[str, Any]
     kv_cache_dtype: str = "auto"
+    first_layer: int = 0
 
     @property
     def has_experts(self) -> bool:
@@ -151,7 +153,11 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
     if implementation == "teachllm":
         num_kept += parse(raw).num_beside(max_model_len, shape.tied and device_type == "cpu")
     return ModelConfig(
-        **(asdict(shape) | {"num_parameters": num_parameters, "eos_token_ids": eos_token_ids} | widths),
+        **(
+            {each.name: getattr(shape, each.name) for each in fields(Shape)}
+            | {"num_parameters": num_parameters, "eos_token_ids": eos_token_ids}
+            | widths
+        ),
         path=str(folder),
         device_type=device_type,
         architecture=architecture,

@@ -11,7 +11,7 @@ from teachllm.models.llama_config import parse
 from teachllm.models.llama_shape import peak_width
 from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
 from teachllm.models.quantized_needs import Dequantized, needs_of, of_model
-from teachllm.models.sharding import of_rank
+from teachllm.models.sharding import of_rank, stage_layers
 
 
 def model_of_rank(model: ModelConfig, coords: RankCoords) -> ModelConfig:
@@ -54,6 +54,8 @@ def model_of_rank(model: ModelConfig, coords: RankCoords) -> ModelConfig:
         model,
         **widths,
         num_layers=own.num_layers,
+        first_layer=stage_layers(whole, coords.layout.pipeline)[coords.stage].start,
+        experts=own.moe,
         windows=own.windows,
         num_attention_heads=own.num_heads,
         num_kv_heads=own.num_kv_heads,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from teachllm.models.moe_config import MoeConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -22,6 +24,7 @@ class Shape:
             own models, an estimate for others.
         gated_peak_width: the same where a product gates its result before it is written.
         fixed_peak_width: the same where a token's products do not depend on the others.
+        experts: of our own models, what some layers have in place of one MLP; None: no layer has.
     """
 
     context_len: int
@@ -39,3 +42,4 @@ class Shape:
     peak_width: int
     gated_peak_width: int
     fixed_peak_width: int
+    experts: MoeConfig | None = None

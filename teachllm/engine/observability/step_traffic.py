@@ -14,9 +14,8 @@ from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.distributed.group import Counts
 from teachllm.distributed.layout import layout_of
 from teachllm.distributed.step_bytes import step_bytes
-from teachllm.models.llama_config import parse
 from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
-from teachllm.models.sharding import of_rank
+from teachllm.models.model_of_rank import model_of_rank
 from teachllm.sampling.shared_filters import MOST_CANDIDATES
 
 
@@ -28,11 +27,12 @@ class StepTraffic:
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
-        layout, whole = layout_of(config), parse(model.raw)
+        layout = layout_of(config)
         self._all_coords = [layout.coords(rank) for rank in range(layout.num_ranks)]
-        self._parts = [of_rank(whole, coords) for coords in self._all_coords]
+        self._parts = [model_of_rank(model, coords) for coords in self._all_coords]
         self._is_on_gpu = config.device.startswith("cuda")
-        self._dtype_bytes, self._vocab_size = DTYPE_BYTES[model.dtype], whole.vocab_size
+        self._dtype_bytes, self._vocab_size = DTYPE_BYTES[model.dtype], model.vocab_size
+        self._shard_size = -(-model.vocab_size // layout.tensor)  # columns of the logits that a rank has
         self._spreads = layout.replicas > 1
 
     def expected(self, plan: SchedulerOutput, requests: Mapping[str, Request]) -> list[Counts]:
@@ -51,8 +51,8 @@ class StepTraffic:
         filtered = [each for each in filtered if each]
         found = []
         for coords, part in zip(self._all_coords, self._parts, strict=True):
-            num_told = min(max(filtered, default=0), MOST_CANDIDATES, part.vocab_size)
-            num_spread = sum(part.moe.layers) if self._spreads and part.moe is not None else 0
+            num_told = min(max(filtered, default=0), MOST_CANDIDATES, self._shard_size)
+            num_spread = part.experts.num_layers if self._spreads and part.experts is not None else 0
             counts = step_bytes(
                 coords,
                 num_layers=part.num_layers,
