@@ -45,7 +45,7 @@ FLOORS: dict[str, tuple[str, ...] | None] = {
     "teachllm.outputs": ("teachllm.sampling_params",),
     "teachllm.core": PLAIN_DATA,
     "teachllm.trace": ("teachllm.core", *PLAIN_DATA),
-    "teachllm.distributed": ("teachllm_kernels.comm.one_shot_all_reduce", *TO_A_WORKER, *PLAIN_DATA),
+    "teachllm.distributed": ("teachllm_kernels.comm.one_shot_all_reduce", *PLAIN_DATA),
     # Formats and models read settings and headers of a checkpoint before a weight is read. So these files stand below
     # both, while `loading`, which fills a model with weights, stands above.
     "teachllm.checkpoint": PLAIN_DATA,

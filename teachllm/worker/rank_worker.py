@@ -16,7 +16,6 @@ from teachllm.config import EngineConfig
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.distributed.connect import connected
 from teachllm.distributed.layout import RankCoords
-from teachllm.distributed.plan_codec import SampledTokens
 from teachllm.distributed.ranks import ALONE
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.models.model_config import load_model_config
@@ -25,6 +24,7 @@ from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.cpu.model_runner import ModelRunner
 from teachllm.worker.executor import InProcessExecutor
 from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
+from teachllm.worker.processes.plan_codec import SampledTokens
 from teachllm.worker.rank_watch import RankWatch, WatchedStep
 from teachllm.worker.runner import PendingOutput, ReadyOutput, Runner
 

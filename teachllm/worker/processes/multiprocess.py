@@ -20,12 +20,12 @@ from teachllm.core.memory import NotEnoughMemoryError
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from teachllm.distributed.layout import layout_of
 from teachllm.distributed.lockstep import Lockstep
-from teachllm.distributed.plan_codec import SampledTokens, decode_output, encode_plan
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.agreement import check_agreement
 from teachllm.worker.processes.answers import Kind
+from teachllm.worker.processes.plan_codec import SampledTokens, decode_output, encode_plan
 from teachllm.worker.processes.rank_lines import RankLines, RankWork
 from teachllm.worker.processes.rank_processes import RankProcesses
 from teachllm.worker.processes.worker_process import ORDER, prior_of

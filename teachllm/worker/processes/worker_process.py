@@ -28,7 +28,6 @@ from teachllm.core.memory import NotEnoughMemoryError
 from teachllm.core.scheduler_output import SchedulerOutput
 from teachllm.distributed.group import CollectiveError
 from teachllm.distributed.layout import Layout
-from teachllm.distributed.plan_codec import decode_plan, encode_output
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.distributed.ring import RingEnd, RingReader
 from teachllm.distributed.spin_wait import spin_seconds
@@ -36,6 +35,7 @@ from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.processes.agreement import facts_of
 from teachllm.worker.processes.answers import Answers, Kind
 from teachllm.worker.processes.child import end_with_the_parent, leave_signals_to_the_parent
+from teachllm.worker.processes.plan_codec import decode_plan, encode_output
 from teachllm.worker.rank_watch import WatchedStep
 from teachllm.worker.rank_worker import Worker
 from teachllm.worker.runner import PendingOutput

@@ -15,7 +15,6 @@ from teachllm.core.memory import NotEnoughMemoryError
 from teachllm.core.scheduler_output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from teachllm.distributed.group import CollectiveError
 from teachllm.distributed.lockstep import Lockstep, close_ends, lockstep_ends
-from teachllm.distributed.plan_codec import encode_output
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.errors import EngineDeadError
@@ -23,6 +22,7 @@ from teachllm.worker.processes import worker_process
 from teachllm.worker.processes.agreement import check_agreement, facts_of
 from teachllm.worker.processes.answers import Kind
 from teachllm.worker.processes.multiprocess import Peers
+from teachllm.worker.processes.plan_codec import encode_output
 from teachllm.worker.processes.rank_processes import devices_of
 from teachllm.worker.processes.worker_process import prior_of, table_of
 from tests.worker.engines import tiny

@@ -17,7 +17,7 @@ from teachllm.core.scheduler_output import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from teachllm.distributed.plan_codec import decode_output, decode_plan, encode_output, encode_plan
+from teachllm.worker.processes.plan_codec import decode_output, decode_plan, encode_output, encode_plan
 from tests.request_kinds import KINDS
 from tests.thorough import times
 
