@@ -106,20 +106,23 @@ def test_tokens_equal_the_references_for_every_mixture_of_rows(
         assert sample(logits, rows, table, output_index) == expected
 
 
+@pytest.mark.parametrize("vocab_size", [61, 200])  # one group of the kernel's, and four
 @pytest.mark.parametrize("name", FILTERS)
-def test_each_filter_alone_cuts_what_the_reference_cuts(name: str) -> None:
-    """At positions where a token that is cut would have been drawn."""
-    vocab_size, num_positions = 61, 300
+def test_each_filter_alone_cuts_what_the_reference_cuts_and_no_more(name: str, vocab_size: int) -> None:
+    """At positions where a token that is cut would have been drawn, and where the least likely that are kept are."""
+    num_positions = 300
     table = make_table(vocab_size, [{"temperature": 1.5, "seed": 3, name: EXAMPLES[name]}])
     one = 2 * torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(4))
     is_kept = filtered(one, table)[0].isfinite()
     p = table.gather(torch.zeros(num_positions, dtype=torch.int64, device=DEVICE))
     positions, logits = torch.arange(num_positions, device=DEVICE), one.to(DEVICE).expand(num_positions, -1)
     plain = gumbel_sample_reference(logits, p["temperature"], p["seed"], positions, p["child_index"])
-    positions = positions[~is_kept.to(DEVICE)[plain]][: per_device(3, 300)]
+    keeps, num_each = is_kept.to(DEVICE)[plain], per_device(3, 300)
+    by_likelihood = one[0].to(DEVICE)[plain].where(keeps, torch.inf).argsort()[: keeps.sum()]
+    positions = torch.cat([positions[~keeps][:num_each], positions[by_likelihood][:num_each]])
     logits, rows = logits[: len(positions)].contiguous(), [0] * len(positions)
     tokens = sample(logits, rows, table, positions)
-    assert len(tokens) >= 3 and is_kept[tokens].all()
+    assert len(tokens) >= 6 and is_kept[tokens].all()
     assert tokens == expected_tokens(logits, rows, table, positions)
 
 
