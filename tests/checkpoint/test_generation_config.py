@@ -11,6 +11,7 @@ import pytest
 from teachllm import LLM, SamplingParams
 from teachllm.errors import ModelError
 from tests.checkpoints import make_checkpoint
+from tests.request_kinds import EXAMPLES
 
 ADVISED = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "eos_token_id": [7, 9]}
 
@@ -30,6 +31,18 @@ def defaults(folder: Path, **settings: object) -> SamplingParams:
 
 def test_the_checkpoint_recommends(folder: Path) -> None:
     assert defaults(folder) == SamplingParams(temperature=0.6, top_k=20, max_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("key", "parameter", "value"),
+    [
+        *((name, name, EXAMPLES[name]) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")),
+        ("max_new_tokens", "max_tokens", EXAMPLES["max_tokens"]),
+    ],
+)
+def test_each_parameter_is_recommended_by_its_key(key: str, parameter: str, value: float, folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({key: value, "eos_token_id": [7, 9]}))
+    assert defaults(folder) == SamplingParams(**{parameter: value})
 
 
 def test_a_user_leaves_it_alone_or_replaces_some_of_it(folder: Path) -> None:
