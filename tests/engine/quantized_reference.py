@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from teachllm import LLM, SamplingParams, config
-from teachllm.loading import loader
 from teachllm.models import model_config
 from teachllm.outputs import CompletionOutput, RequestOutput
 from teachllm.worker.kv_scales import _attentions
@@ -43,7 +42,6 @@ def float64_allowed() -> Iterator[None]:
     """Inside, an engine on a CPU takes dtype="float64"."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(config.CHOICES, "dtype", (*config.CHOICES["dtype"], "float64"))
-        patch.setitem(loader._DTYPES, "float64", torch.float64)
         patch.setitem(model_config.DTYPE_BYTES, "float64", 8)
         yield
 
