@@ -49,7 +49,8 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
     drafter, layout = load_drafter_config(resolved, model, device.type), layout_of(resolved)
     check_ranks(resolved, model, drafter)
     all_coords = [layout.coords(rank) for rank in range(layout.num_ranks)]
-    plans = [plan_memory(resolved, model_of_rank(model, coords), device, drafter) for coords in all_coords]
+    parts = [model_of_rank(model, coords) for coords in all_coords]
+    plans = [plan_memory(resolved, part, device, drafter) for part in parts]
     plan = min(plans, key=lambda each: each.num_blocks)
     input_len = input_len or min(1024, max(model.max_model_len - (output_len or 128), 1))
     output_len = output_len or min(128, max(model.max_model_len - input_len, 1))
@@ -64,22 +65,21 @@ def describe_model(config: EngineConfig, input_len: int | None = None, output_le
         ("heads", str(model.num_attention_heads), heads),
         ("context", f"{model.max_model_len} tokens", f"vocabulary of {model.vocab_size}"),
         *_in_use(device),
-        *_ranks(model, all_coords, [each.of_blocks(plan.num_blocks) for each in plans], plans.index(plan)),
+        *_ranks(parts, all_coords, [each.of_blocks(plan.num_blocks) for each in plans], plans.index(plan)),
         *plan.rows(),
         ("requests at once", str(count), f"of {counted(input_len, 'token')} in and {output_len} out: {limit}"),
     ]
 
 
 def _ranks(
-    model: ModelConfig, all_coords: Sequence[RankCoords], plans: Sequence[MemoryPlan], tightest: int
+    parts: Sequence[ModelConfig], all_coords: Sequence[RankCoords], plans: Sequence[MemoryPlan], tightest: int
 ) -> list[Row]:
     """Return what each of several has."""
     if len(all_coords) == 1:
         return []
     rows = []
-    for coords, plan in zip(all_coords, plans, strict=True):
-        own = model_of_rank(model, coords)
-        parts = [
+    for own, coords, plan in zip(parts, all_coords, plans, strict=True):
+        modules = [
             f"layers {own.first_layer} to {own.first_layer + own.num_layers - 1}",
             *(["embedding"] if coords.is_first_stage else []),
             *(["output head"] if coords.is_last_stage else []),
@@ -89,7 +89,7 @@ def _ranks(
         if own.experts is not None and coords.layout.spreads_experts:
             experts = f", {own.experts.num_held} of {own.experts.num_experts} experts"
         kv = f"KV {format_bytes(plan.bytes_per_token)} per token, {plan.num_blocks} blocks"
-        why = f"weights of {', '.join(parts)}: {heads}{experts}; {kv}"
+        why = f"weights of {', '.join(modules)}: {heads}{experts}; {kv}"
         rows.append((f"rank {coords.rank}", format_bytes(plan.weights), why))
     return [*rows, ("what follows", f"rank {tightest}", "which has room for the fewest blocks, and so all have")]
 

@@ -29,7 +29,8 @@ class StepTraffic:
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
         layout = layout_of(config)
         self._all_coords = [layout.coords(rank) for rank in range(layout.num_ranks)]
-        self._parts = [model_of_rank(model, coords) for coords in self._all_coords]
+        firsts = [layout.coords(layout.stage(stage)[0]) for stage in range(layout.pipeline)]
+        self._stages = [model_of_rank(model, coords) for coords in firsts]  # ranks of a stage have equal layers
         self._is_on_gpu = config.device.startswith("cuda")
         self._dtype_bytes, self._vocab_size = DTYPE_BYTES[model.dtype], model.vocab_size
         self._shard_size = -(-model.vocab_size // layout.tensor)  # columns of the logits that a rank has
@@ -50,7 +51,8 @@ class StepTraffic:
                 filtered += [self._num_candidates(requests.get(scheduled.request_id))] * num_rows
         filtered = [each for each in filtered if each]
         found = []
-        for coords, part in zip(self._all_coords, self._parts, strict=True):
+        for coords in self._all_coords:
+            part = self._stages[coords.stage]
             num_told = min(max(filtered, default=0), MOST_CANDIDATES, self._shard_size)
             num_spread = part.experts.num_layers if self._spreads and part.experts is not None else 0
             counts = step_bytes(
