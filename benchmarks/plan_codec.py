@@ -16,6 +16,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,7 @@ def measure() -> list[dict[str, Any]]:
     rows = []
     for name, write, read, message in cases:
         content = write(message)
-        to_write = microseconds(lambda write=write, message=message: write(message))  # type: ignore[misc]
-        to_read = microseconds(lambda read=read, content=content: read(content))  # type: ignore[misc]
+        to_write, to_read = microseconds(partial(write, message)), microseconds(partial(read, content))
         rows.append({"message": name, "bytes": len(content), "encode_us": to_write, "decode_us": to_read})
     return rows
 

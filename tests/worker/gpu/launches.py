@@ -156,7 +156,7 @@ def interpreted(case: str) -> dict[str, int]:
 
 def recorded(device: str) -> Mapping[str, Any]:
     """Return the record of a device, {"torch": version, "cases": Launches}; empty if there is none."""
-    found: Mapping[str, Any] = json.loads(RECORD.read_text(encoding="utf-8")).get(device, {}) if RECORD.exists() else {}
+    found: Mapping[str, Any] = json.loads(RECORD.read_text(encoding="utf-8")).get(device, {})
     return found
 
 
@@ -169,7 +169,7 @@ def main() -> None:
     is_card = device != INTERPRETED
     measure, names = (on_card, CARD_CASES) if is_card else (interpreted, INTERPRETED_CASES)
     cases: Launches = {name: measure(name) for name in names}
-    record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
     record[device] = {"torch": torch.__version__, "cases": cases}
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else RECORD
     target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
