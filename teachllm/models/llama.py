@@ -260,19 +260,7 @@ class LlamaForCausalLM(nn.Module):
         aux_hidden_states: Mapping[int, AuxOut] | None = None,
         receive: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """One step: writes K and V of its tokens and returns their hidden states.
-
-        Args:
-            input_ids, positions: [num_tokens] int64.
-            kv_caches: per layer (K, V), each [num_blocks, block_size, num_kv_heads, head_size].
-            aux_hidden_states: what is given the residual stream before some layers, by their index.
-            receive: waits for what the stage before returned, [num_tokens, hidden_size]; None: this is the first.
-
-        Returns:
-            [num_tokens, hidden_size], or [num_logits, hidden_size] of the tokens that the metadata asks for: the last
-            layer computes no more than K and V of the others. Of a stage that is not the last, the residual stream of
-            all tokens.
-        """
+        """Compute one step, as `Model` says. Of tokens without logits the last layer computes no more than K and V."""
         angles = self.rotary(positions)
         x: Addend
         residual: torch.Tensor | None
@@ -291,16 +279,7 @@ class LlamaForCausalLM(nn.Module):
         return hidden
 
     def logits(self, hidden: torch.Tensor, *, sharded: bool = False, in_float32: bool = True) -> torch.Tensor:
-        """Multiply hidden states by the output head.
-
-        Args:
-            hidden: [num_rows, hidden_size].
-            sharded: return this rank's shard of the vocabulary alone.
-            in_float32: see `Embedding.logits`.
-
-        Returns:
-            [num_rows, vocab_size], or [num_rows, own part of the vocabulary].
-        """
+        """Multiply hidden states by the output head, as `Model` says."""
         assert self.lm_head is not None
         logits = self.lm_head.logits(hidden, in_float32=in_float32)
         return logits if sharded else self.lm_head.gathered(logits)

@@ -66,7 +66,7 @@ class Stage:
         self.model.execute_dummy_step()
 
     def count_load(self) -> torch.Tensor:
-        """Count the load of the stage's experts."""
+        """Count the tokens that the stage's experts get."""
         return self.model.count_load()
 
     def modules(self) -> Iterator[nn.Module]:

@@ -75,7 +75,7 @@ class DeviceParameters:
     def send(self) -> None:
         """Copy the table to the device whole: two copies, however many rows were written."""
         for there, here in ((self.table.floats, self._floats), (self.table.ints, self._ints)):
-            # A GPU reads pinned memory when it comes to it, without the host waiting.
+            # The host does not wait: the GPU reads pinned memory when its stream reaches the copy.
             there.copy_(here.pin_memory() if there.is_cuda else here, non_blocking=True)
 
     def gather(self, rows: torch.Tensor) -> Parameters:

@@ -45,7 +45,7 @@ from teachllm_kernels.speculation.rejection_reference import (
 
 
 def draws_by_kernel(device: torch.device) -> bool:
-    """Return whether kernels filter and draw, for all rows of a step; elsewhere torch does, for those that need it."""
+    """Return whether kernels filter and draw all rows. On other devices torch does, for the rows that need it."""
     return device.type == "cuda"
 
 

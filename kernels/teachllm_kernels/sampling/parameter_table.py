@@ -1,7 +1,7 @@
 """The table of sampling parameters on the device: one row per open request, and which column is which.
 
 A request's numbers are written once, when its row opens, and kernels look them up by row. Kernels read the columns that
-are named here; they come first, and columns that only torch reads may follow. Whoever fills the table places values by
+are named here; they come first, and columns that only torch reads may follow. The host places values by
 these names, so a column's number is written down nowhere else.
 """
 

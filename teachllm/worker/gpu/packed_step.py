@@ -19,7 +19,7 @@ Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 @dataclass(slots=True, frozen=True)
 class PackedStep(Generic[Array]):
-    """Name the fields of a header. Each has room for a sequence of padding beside those that run.
+    """Hold the fields of a header. Each field has room for one sequence of padding in addition to those that run.
 
     Attributes:
         rows: [max_num_seqs + 1] int32, of each sequence its row; -1: padding.
