@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
-import torch
+from teachllm.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +23,19 @@ class Shard:
     count: int = 1
 
     def of(self, size: int) -> slice:
-        """Return the part of a dimension of `size`, which `count` divides."""
-        assert size % self.count == 0
-        width = size // self.count
+        """Return the part of a dimension of `size`. Errors as in `equal`."""
+        width = self.equal(size)
         return slice(self.index * width, (self.index + 1) * width)
+
+    def equal(self, size: int) -> int:
+        """Return the width of each part of a dimension of `size`.
+
+        Raises:
+            ModelError: `count` does not divide it.
+        """
+        if size % self.count:
+            raise ModelError(f"{self.count} ranks cannot share a size of {size} equally")
+        return size // self.count
 
     def of_any(self, size: int) -> slice:
         """Return the part of a dimension of any size: parts are rounded up, so the last ones have less, or nothing."""
@@ -46,32 +54,6 @@ def spread(size: int, count: int) -> list[range]:
     """`size` things in `count` runs, as equal as can be."""
     ends = [size * i // count for i in range(count + 1)]
     return [range(start, end) for start, end in pairwise(ends)]
-
-
-class ShardDestination(NamedTuple):
-    """Describe what one shard of a checkpoint's tensor is read into.
-
-    Attributes:
-        target: the tensor that the shard fills.
-        ranges: the shard, as a range of each dimension of the whole tensor.
-        shape: the shape of the whole tensor.
-    """
-
-    target: torch.Tensor
-    ranges: tuple[slice, ...]
-    shape: tuple[int, ...]
-
-
-def shard_destination(tensor: torch.Tensor, *shards: Shard) -> torch.Tensor | ShardDestination:
-    """Return what this rank's shard of a checkpoint's tensor fills, given the shard of each dimension.
-
-    It is `tensor` itself where no dimension is sharded.
-    """
-    if all(each.count == 1 for each in shards):
-        return tensor
-    shape = tuple(size * each.count for size, each in zip(tensor.shape, shards, strict=True))
-    ranges = tuple(each.of(size) for size, each in zip(shape, shards, strict=True))
-    return ShardDestination(tensor, ranges, shape)
 
 
 def of_kv_heads(tensor_rank: int, num_ranks: int, num_kv_heads: int) -> Shard:

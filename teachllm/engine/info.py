@@ -16,15 +16,13 @@ from teachllm.engine.make_core import check_ranks
 from teachllm.engine.replicas.replica import replica_devices, share_of_threads
 from teachllm.errors import counted
 from teachllm.models.model_config import ModelConfig, load_model_config
-from teachllm.models.model_of_rank import model_of_rank
-from teachllm.models.registry import WITH_EXPERTS
+from teachllm.models.own_model import model_of_rank
 from teachllm.quantization.formats.layer_schemes import quantization_of
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.device import select_device
 from teachllm.worker.kv_cache import plan_memory
 
 Row = tuple[str, str, str]  # what, amount, explanation
-_IN_ALL_MODELS = "model.layers.0.mlp.down_proj"
 
 
 def describe_model(config: EngineConfig, input_len: int | None = None, output_len: int | None = None) -> list[Row]:
@@ -111,7 +109,9 @@ def _quantization_rows(model: ModelConfig, device: torch.device) -> list[Row]:
         return []
     takes = f"layers take {format_bytes(model.active_bytes)}"
     found = quantization_of(model.raw, Path(model.path), None, None)
-    scheme = None if found is None else found.schemes(_IN_ALL_MODELS)
+    names = () if found is None or model.spec is None else model.spec.projections
+    schemes = (scheme for name in names if found is not None and (scheme := found.schemes(name)) is not None)
+    scheme = next(schemes, None)
     what = model.quantization if scheme is None else f"{model.quantization}: {scheme}"
     if device.type == "cpu":
         takes += f": a CPU multiplies dequantized weights, in {model.dtype}"
@@ -120,7 +120,7 @@ def _quantization_rows(model: ModelConfig, device: torch.device) -> list[Row]:
 
 def _met(model: ModelConfig) -> str:
     """Of a mixture of experts, how much of it one token meets."""
-    if model.architecture not in WITH_EXPERTS:
+    if not model.has_experts:
         return ""
     return f"; between embedding and output head a token meets {model.num_active_parameters / 1e6:,.1f} M"
 

@@ -22,7 +22,7 @@ from teachllm.engine.text.token_texts import load_tokenizer
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.engine.text.trace_texts import TraceTexts
 from teachllm.models.model_config import ModelConfig, load_model_config
-from teachllm.models.model_of_rank import model_of_rank
+from teachllm.models.own_model import model_of_rank
 from teachllm.spec_decode.draft_length import make_draft_length
 from teachllm.spec_decode.drafter import Drafter, check_drafter
 from teachllm.spec_decode.load import DrafterConfig, load_drafter_config

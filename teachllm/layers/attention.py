@@ -20,6 +20,7 @@ from torch import nn
 from teachllm.distributed.shards import ALL, Shard
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionSettings
 from teachllm.layers.attention_backends.reference import REFERENCE
+from teachllm.layers.checkpoint_tensors import joined, parent
 from teachllm.layers.kv_scale_slots import kv_scale_slots
 from teachllm.layers.weak_tensor import weak_tensor
 from teachllm.layers.weights.quantized_weight_loader import Slot
@@ -143,6 +144,11 @@ def paged_attention(
 class Attention(nn.Module):
     """One layer's attention: no weights, only its scale and how far it looks back.
 
+    Args:
+        num_kv_heads, head_size: of K and V, on this rank.
+        window: how many tokens back it looks, the query's own included; None: to the first one.
+        kv_shard: which of the layer's KV heads these are.
+
     Attributes:
         k_scale, v_scale: scales that a checkpoint has for this layer's K and V in e4m3, [num_kv_heads] or one for all,
             float32; None: it has none. They are used if the engine quantizes to that dtype, see `worker/kv_scales.py`.
@@ -151,21 +157,20 @@ class Attention(nn.Module):
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
 
-    def __init__(self, scale: float, window: int | None = None) -> None:
+    def __init__(
+        self, scale: float, num_kv_heads: int, head_size: int, window: int | None = None, kv_shard: Shard = ALL
+    ) -> None:
         super().__init__()
         self.settings = AttentionSettings(scale, window)
+        self.num_kv_heads, self.head_size, self._kv_shard = num_kv_heads, head_size, kv_shard
         for name in ("k_scale", "v_scale"):
             self.register_buffer(name, None)
 
-    def checkpoint_tensors(self, num_kv_heads: int, shard: Shard = ALL) -> Iterator[tuple[str, Slot]]:
-        """(name, destination) of every tensor that a checkpoint may hold for this module, and may lack.
-
-        Args:
-            num_kv_heads: of this rank, which has the part `shard` of them.
-        """
-        yield from kv_scale_slots(
-            num_kv_heads, shard, partial(setattr, self, "k_scale"), partial(setattr, self, "v_scale")
-        )
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, Slot]]:
+        """Yield the scales that a checkpoint may hold in the module that holds this one, and may lack."""
+        keep_k, keep_v = (partial(setattr, self, name) for name in ("k_scale", "v_scale"))
+        for name, slot in kv_scale_slots(self.num_kv_heads, self._kv_shard, keep_k, keep_v):
+            yield joined(parent(path), name), slot
 
     def enable_kv_quantization(self, scales: KVScales) -> None:
         """Quantize K and V from now on, with these scales. The tensors stay; their values may change."""

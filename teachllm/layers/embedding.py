@@ -12,12 +12,15 @@ Source: Press and Wolf, "Using the Output Embedding to Improve Language Models",
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from teachllm.distributed.group import ALONE, Group
-from teachllm.distributed.shards import ALL, Shard, ShardDestination
+from teachllm.distributed.shards import ALL, Shard
+from teachllm.layers.checkpoint_tensors import TensorDestination, joined
 from teachllm_kernels.linear.batch_invariant_gemm import batch_invariant_gemm_triton
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.linear.gemv import gemv_triton
@@ -38,7 +41,7 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, rows: Shard = ALL, group: Group = ALONE) -> None:
         super().__init__()
-        self._vocab_size, self._group = vocab_size, group
+        self._vocab_size, self._group, self._is_whole = vocab_size, group, rows.count == 1
         self.own, self.num_rows = rows.of_any(vocab_size), rows.width(vocab_size)
         self._num_own = self.own.stop - self.own.start
         self.weight = nn.Parameter(torch.empty(self.num_rows, hidden_size))
@@ -59,13 +62,11 @@ class Embedding(nn.Module):
         """[own tokens, hidden_size]: the rows that are some token's."""
         return self.weight.data[: self._num_own]
 
-    @property
-    def destination(self) -> torch.Tensor | ShardDestination:
-        """Return the destination of the checkpoint's tensor."""
-        if self._group.size == 1:
-            return self.weight.data
-        hidden_size = self.weight.shape[1]
-        return ShardDestination(self.own_weight, (self.own, slice(0, hidden_size)), (self._vocab_size, hidden_size))
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, TensorDestination]]:
+        """Yield the weight, of which this rank has the rows of its own tokens."""
+        shape = (self._vocab_size, self.weight.shape[1])
+        ranges = None if self._is_whole else (self.own, slice(0, shape[1]))
+        yield joined(path, "weight"), TensorDestination(self.own_weight, shape, ranges)
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, num_rows] of this rank's tokens -> [R, vocab_size], those of all ranks' side by side."""

@@ -17,19 +17,19 @@ import torch
 from torch import nn
 
 from teachllm.distributed.group import ALONE, Group
-from teachllm.distributed.shards import ALL, Shard, ShardDestination, shard_destination
+from teachllm.distributed.shards import ALL, Shard
+from teachllm.layers.checkpoint_tensors import Destination, destination, joined, parent
 from teachllm.layers.norm import InputQuantization, RMSNorm
 from teachllm.layers.weights.base import Weight
 from teachllm.layers.weights.dense_weight import DenseWeight
 from teachllm.layers.weights.execution_weights import weight_of
-from teachllm.layers.weights.quantized_weight_loader import QuantizedWeightLoader, Slot
+from teachllm.layers.weights.quantized_weight_loader import QuantizedWeightLoader
 from teachllm.layers.weights.quantized_weights import merged
 from teachllm.layers.weights.scheme import UNQUANTIZED, Schemes
 from teachllm.layers.weights.several_weights import SeveralWeights
 from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
 from teachllm_kernels.quantize_rows import QuantizedRows
 
-Destination: TypeAlias = torch.Tensor | ShardDestination | Slot  # of a checkpoint's tensor
 Rows: TypeAlias = torch.Tensor | QuantizedRows
 Addend: TypeAlias = torch.Tensor | DeferredAllReduce | None  # what `RMSNorm` adds to the residual
 
@@ -38,15 +38,16 @@ class Linear(nn.Module):
     """y = x W^T + b.
 
     Args:
-        in_features: size of x's last dimension.
-        out_features: rows of W by the name that the checkpoint gives to them, in the order of y's columns.
-            `{"q_proj": 2048, "k_proj": 512, "v_proj": 512}` is a merged projection.
+        in_features: size of x's last dimension, of all ranks together.
+        out_features: rows of W by the name that the checkpoint gives to them, in the order of y's columns, of all ranks
+            together. `{"q_proj": 2048, "k_proj": 512, "v_proj": 512}` is a merged projection.
         schemes: how each of them is quantized.
         is_gated: they are gate and up, for `gated`.
-        rows, columns: which outputs of each projection, and which inputs of all, these sizes are.
+        rows, columns: which of the outputs of each projection, and of the inputs of all, are here.
         group: whose ranks have the others.
 
     Attributes:
+        in_features, out_features: the sizes of what is here.
         weight: W; of a quantized layer not before all of it was read.
     """
 
@@ -64,28 +65,32 @@ class Linear(nn.Module):
         group: Group = ALONE,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.is_gated = in_features, out_features, is_gated
         self._rows, self._columns, self._group = rows or {}, columns, group
         self._sums = columns.count > 1
-        size = sum(out_features.values())
+        self.in_features, self.is_gated = columns.equal(in_features), is_gated
+        self.out_features = {name: self._rows.get(name, ALL).equal(size) for name, size in out_features.items()}
+        size = sum(self.out_features.values())
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
         by_name = {name: schemes(name) for name in out_features}
         self._reading: dict[str, QuantizedWeightLoader | torch.Tensor] = {}
         here = torch.empty(0)  # of the model's dtype, on its device
         self._dtype = here.dtype
         if not any(by_name.values()):
-            self.weight = DenseWeight(torch.empty(size, in_features))
+            self.weight = DenseWeight(torch.empty(size, self.in_features))
             return
         for name, scheme in by_name.items():
-            shape, cuts = (out_features[name], in_features), self._shards(name)
             if scheme is None:
-                self._reading[name] = torch.empty(shape)
+                self._reading[name] = torch.empty(self.out_features[name], self.in_features)
                 continue
-            num_out, num_in = (size * each.count for size, each in zip(shape, cuts, strict=True))
-            ranges = {"rows": cuts[0].of(num_out), "columns": cuts[1].of(num_in)}
-            full_name = schemes.full_name(name)
             self._reading[name] = QuantizedWeightLoader(
-                scheme, full_name, num_out, num_in, here, self._merge_when_read, **ranges
+                scheme,
+                schemes.full_name(name),
+                out_features[name],
+                in_features,
+                here,
+                self._merge_when_read,
+                rows=self._rows.get(name, ALL).of(out_features[name]),
+                columns=columns.of(in_features),
             )
 
     @property
@@ -141,27 +146,22 @@ class Linear(nn.Module):
         """Return what this rank adds: of a sum one rank does."""
         return None if self._sums and self._group.rank > 0 else self.bias
 
-    def _shards(self, name: str) -> tuple[Shard, Shard]:
-        return self._rows.get(name, ALL), self._columns
-
-    def parts(self) -> Iterator[tuple[str, Destination]]:
-        """("q_proj.weight", the rows it fills), and so on for every tensor that the checkpoint holds."""
-        first = 0
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, Destination]]:
+        """Yield the tensors of each projection, which lie side by side in the module that holds this layer."""
+        first, within = 0, parent(path)
         for name, rows in self.out_features.items():
-            reading = self._reading.get(name)
+            reading, shards = self._reading.get(name), (self._rows.get(name, ALL), self._columns)
+            own = slice(first, first + rows)
             if isinstance(reading, QuantizedWeightLoader):
                 for tensor_name, slot in reading.slots.items():
-                    yield f"{name}.{tensor_name}", slot
+                    yield joined(within, f"{name}.{tensor_name}"), slot
             elif reading is not None:
-                yield f"{name}.weight", shard_destination(reading, *self._shards(name))
+                yield joined(within, f"{name}.weight"), destination(reading, *shards)
             else:
                 assert isinstance(self.weight, DenseWeight)
-                yield (
-                    f"{name}.weight",
-                    shard_destination(self.weight.weight.data[first : first + rows], *self._shards(name)),
-                )
+                yield joined(within, f"{name}.weight"), destination(self.weight.weight.data[own], *shards)
             if self.bias is not None:
-                yield f"{name}.bias", shard_destination(self.bias.data[first : first + rows], self._shards(name)[0])
+                yield joined(within, f"{name}.bias"), destination(self.bias.data[own], shards[0], constant=0.0)
             first += rows
 
     def finish(self) -> None:

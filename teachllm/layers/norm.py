@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from teachllm.layers.checkpoint_tensors import TensorDestination, joined, parent
 from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
 from teachllm_kernels.quantize_rows import QuantizedRows
 from teachllm_kernels.rms_norm import (
@@ -46,6 +48,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.prepared: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @property
+    def is_known_to_kernels(self) -> bool:
+        """Return whether a kernel that takes the weight computes this norm; a subclass may be another norm."""
+        return type(self) in (RMSNorm, QKNorm)
+
     def forward(
         self, y: torch.Tensor | DeferredAllReduce | None, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,9 +77,10 @@ class RMSNorm(nn.Module):
     ) -> tuple[torch.Tensor | QuantizedRows, torch.Tensor]:
         """Return what `forward` returns, but with the first tensor quantized; on a GPU only.
 
-        Without `input_quantization` nothing is quantized.
+        Without `input_quantization` nothing is quantized, nor if a kernel does not compute this norm; then the linear
+        layer after it quantizes its input itself.
         """
-        if input_quantization is None:
+        if input_quantization is None or not self.is_known_to_kernels:
             return self(y, residual)
         if y is None:
             assert residual is not None
@@ -90,3 +98,23 @@ class RMSNorm(nn.Module):
     def prepare(self) -> None:
         """Prepares the filled weight for a CPU."""
         self.prepared = prepare_rms_norm(self.weight.data, self.eps)
+
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, TensorDestination]]:
+        """Yield the weight."""
+        yield joined(path, "weight"), TensorDestination(self.weight.data, tuple(self.weight.shape), constant=1.0)
+
+
+class QKNorm(RMSNorm):
+    """Scales every head of Q and K to unit root mean square, in one call.
+
+    A checkpoint has one weight for all heads of Q and one for those of K; here each head has a copy.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, eps: float) -> None:
+        super().__init__(num_heads + num_kv_heads, head_size, eps=eps)
+        self._num_each = [num_heads, num_kv_heads]
+
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, TensorDestination]]:
+        """Yield both weights, which lie side by side in the module that holds this one."""
+        for name, heads in zip(("q_norm", "k_norm"), self.weight.data.split(self._num_each), strict=True):
+            yield joined(parent(path), f"{name}.weight"), TensorDestination(heads, tuple(heads.shape[1:]), constant=1.0)

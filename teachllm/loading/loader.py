@@ -8,9 +8,8 @@ with its shape, and no other: a silent gap would be a model that talks nonsense.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -18,33 +17,27 @@ from torch import nn
 from teachllm.checkpoint.files import pickle_files, stored_tensors, tensors_to_load, wrong_shape
 from teachllm.config import EngineConfig
 from teachllm.distributed.ranks import ALONE, Ranks
-from teachllm.distributed.shards import ShardDestination
 from teachllm.errors import ModelError
+from teachllm.layers.checkpoint_tensors import Destination, TensorDestination
 from teachllm.layers.dtypes import torch_dtype
 from teachllm.layers.embedding import Embedding
-from teachllm.layers.linear import Destination, Linear
+from teachllm.layers.linear import Linear
 from teachllm.layers.moe import Experts
 from teachllm.layers.norm import RMSNorm
 from teachllm.layers.weights.dense_weight import DenseWeight
 from teachllm.layers.weights.gpu_scaled_weight import GPUScaledWeight
 from teachllm.layers.weights.quantized_weight_loader import NOT_READ, Slot, formats_of, why_unknown
-from teachllm.layers.weights.scheme import UNQUANTIZED, WEIGHT_FLOATS
+from teachllm.layers.weights.scheme import UNQUANTIZED, WEIGHT_FLOATS, Schemes
 from teachllm.loading.random_weights import fill_parts_randomly, fill_randomly
 from teachllm.loading.stored_weights import Progress, read_pickles, read_safetensors
 from teachllm.models.base import Model
-from teachllm.models.llama import LlamaForCausalLM
-from teachllm.models.llama_config import parse
+from teachllm.models.build import NOWHERE, build_model, quantization_of_model
+from teachllm.models.decoder import CausalLM
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.moe import unstacked
 from teachllm.models.moe_config import ExpertNames
-from teachllm.models.quantized_needs import of_model
-from teachllm.models.tensor_names import renaming
+from teachllm.models.tensor_names import is_derived, renaming
 from teachllm.quantization.formats.scaled import Scaled
-
-T = TypeVar("T")
-
-# Old checkpoints carry this table, which is computed here.
-_DERIVED = "rotary_emb.inv_freq"
 
 
 def load_model(
@@ -77,25 +70,32 @@ def load_model(
             fill_randomly(model, config.seed)
         model.eval().requires_grad_(False)
         return model
-    quantization = of_model(model_config)
+    quantization = quantization_of_model(model_config)
     schemes = UNQUANTIZED if quantization is None else quantization.schemes
-    shape = parse(model_config.raw)
-    own = new_module(lambda: LlamaForCausalLM(shape, model_config.max_model_len, schemes, ranks), device, dtype)
+    own = build_model(model_config, device, schemes, ranks)
     _warn_of_batch_scales(own, model_config)
     if config.load_format == "dummy":
         fill_parts_randomly(own.checkpoint_tensors(), config.seed)
     else:
-        fill_from_checkpoint(own, folder, config.load_format, progress)
+        fill_from_checkpoint(own, model_config, _elsewhere(own, model_config, schemes, ranks), progress)
     own.finish()
     finish(own, device)
     _warn_of_fp8(own, model_config)
-    if device.type == "cpu" and own.lm_head is not None:
-        own.lm_head.pack(is_tied=own.lm_head is own.embed_tokens)
+    if device.type == "cpu":
+        own.pack_head()
     for module in own.modules():
         if isinstance(module, DenseWeight | Embedding | Experts):
             module.is_fixed = config.batch_invariant
     own.eval().requires_grad_(False)
     return own
+
+
+def _elsewhere(own: CausalLM, model_config: ModelConfig, schemes: Schemes, ranks: Ranks) -> frozenset[str]:
+    """Return the names of the tensors that other ranks read."""
+    if ranks.coords.layout.num_connected == 1:
+        return frozenset()
+    whole = build_model(model_config, NOWHERE, schemes)
+    return frozenset(name for name, _ in whole.checkpoint_tensors()) - {name for name, _ in own.checkpoint_tensors()}
 
 
 def _warn_of_batch_scales(model: nn.Module, model_config: ModelConfig) -> None:
@@ -156,16 +156,19 @@ def stored_names(folder: Path, load_format: str, where: str = "") -> list[str]:
 
 
 def fill_from_checkpoint(
-    model: LlamaForCausalLM, folder: Path, load_format: str, progress: Progress | None = None
+    model: CausalLM, model_config: ModelConfig, elsewhere: Container[str] = (), progress: Progress | None = None
 ) -> None:
-    """Copies every tensor of a checkpoint to its place in the model. Errors as in `fill`."""
+    """Copies every tensor of a checkpoint to its place in the model. Errors as in `fill`.
 
-    stored = stored_names(folder, load_format)
-    rename = renaming(stored, model.is_tied)
+    Args:
+        elsewhere: the names of tensors that other ranks read.
+    """
+    folder, load_format = Path(model_config.path), model_config.load_format
+    rename = renaming(stored_names(folder, load_format), model_config.tied)
 
     def name_of(name: str) -> str | None:
         name = rename(name)
-        return None if name.endswith(_DERIVED) or model.is_elsewhere(name) else name
+        return None if name in elsewhere or is_derived(name, model_config.tied) else name
 
     names = None if model.experts is None else model.experts.names
     fill(model.checkpoint_tensors(), folder, load_format, progress, name_of, names)
@@ -192,9 +195,9 @@ def fill(
     is_quantized = any(isinstance(each, Slot) for each in missing.values())
     formats = formats_of(missing)
 
-    def part(stored_name: str) -> ShardDestination | None:
-        destination = missing.get(name_of(stored_name) or "")
-        return destination if isinstance(destination, ShardDestination) else None
+    def part(stored_name: str) -> TensorDestination | None:
+        place = missing.get(name_of(stored_name) or "")
+        return place if isinstance(place, TensorDestination) and place.ranges is not None else None
 
     read = read_pickles if load_format == "pt" else read_safetensors
     tensors = read(folder, progress, lambda name: name_of(name) is not None, part)
@@ -202,40 +205,50 @@ def fill(
         name = name_of(stored_name)
         if name is None:
             continue
-        destination = missing.pop(name, None)
-        if isinstance(destination, ShardDestination):
-            if tuple(tensor.shape) == destination.shape:  # it was read in one piece with others
-                tensor = tensor[destination.ranges]
-            destination = destination.target
-        if destination is None:
+        place = missing.pop(name, None)
+        if place is None:
             if is_quantized and stored_name.endswith(".bias") and not bool(tensor.any()):
                 continue  # GPTQ's tools write one for every layer
             raise ModelError(f"{file} holds tensor {stored_name}, {why_unknown(name, formats)}")
-        if isinstance(destination, Slot):
+        if isinstance(place, Slot):
             try:
-                destination.put(tensor)
+                place.put(tensor)
             except ModelError as error:  # names the layer
                 raise ModelError(f"{file}: {error}") from None
             except ValueError as error:
                 raise ModelError(f"{file}: tensor {stored_name} {error}") from None
             continue
-        # A norm that all heads share is held once per head: each takes a copy.
-        per_head = name.endswith("norm.weight") and destination.dim() == 2
-        expected = destination.shape[1:] if per_head else destination.shape
-        if destination.is_floating_point() and tensor.dtype not in WEIGHT_FLOATS:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise ModelError(f"{file}: tensor {stored_name} is of {dtype}, {NOT_READ}")
-        if tensor.shape != expected:
-            raise ModelError(wrong_shape(stored_name, file, tensor.shape, expected))
-        destination.copy_(tensor)
+        _put(tensor, place, stored_name, file)
     missing = {name: each for name, each in missing.items() if not (isinstance(each, Slot) and each.stored.is_optional)}
     if missing:
-        name, place = next(iter(missing.items()))
-        what = f"{name} of {place.format}" if isinstance(place, Slot) else name
-        fix = f"take a complete checkpoint{', or correct quantization_config' if isinstance(place, Slot) else ''}"
+        name, lacking = next(iter(missing.items()))
+        what = f"{name} of {lacking.format}" if isinstance(lacking, Slot) else name
+        fix = f"take a complete checkpoint{', or correct quantization_config' if isinstance(lacking, Slot) else ''}"
         raise ModelError(
             f"{folder} lacks tensor {what}, which config.json means ({len(missing)} missing in all): {fix}"
         )
+
+
+def _put(tensor: torch.Tensor, place: TensorDestination, name: str, file: Path) -> None:
+    """Copy a tensor that was read, whole or this rank's part of it.
+
+    Raises:
+        ModelError: it has another shape, or is not of floating-point numbers.
+    """
+    shape: tuple[int, ...] = tuple(tensor.shape)
+    if place.ranges is not None:
+        if shape == place.shape:  # it was read in one piece with others
+            tensor = tensor[place.ranges]
+        shape = tuple(tensor.shape)
+        expected = tuple(each.stop - each.start for each in place.ranges)
+    else:
+        expected = place.shape
+    if place.target.is_floating_point() and tensor.dtype not in WEIGHT_FLOATS:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise ModelError(f"{file}: tensor {name} is of {dtype}, {NOT_READ}")
+    if shape != expected:
+        raise ModelError(wrong_shape(name, file, shape, expected))
+    place.target.copy_(tensor)
 
 
 def _check_invariant(model_config: ModelConfig, device: torch.device) -> None:
@@ -257,14 +270,3 @@ def finish(model: nn.Module, device: torch.device) -> None:
             module.finish()
         elif isinstance(module, RMSNorm) and device.type == "cpu":
             module.prepare()
-
-
-def new_module(build: Callable[[], T], device: torch.device, dtype: torch.dtype) -> T:
-    """Return what `build` makes, on `device`, its parameters of `dtype`."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return build()
-    finally:
-        torch.set_default_dtype(before)

@@ -14,15 +14,15 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from teachllm.distributed.shards import ShardDestination
-from teachllm.layers.linear import Destination, Linear
+from teachllm.layers.checkpoint_tensors import Destination, TensorDestination
+from teachllm.layers.linear import Linear
 from teachllm.layers.weights.quantized_weight_loader import Slot
 
 _AT_ONCE = 1 << 22  # values
 
 
 def fill_randomly(model: nn.Module, seed: int) -> None:
-    """Fill all parameters of any model; equal seeds on equal devices give equal weights."""
+    """Fill all parameters of a model of transformers' code; equal seeds on equal devices give equal weights."""
     parameters = dict(model.named_parameters())
     generator = torch.Generator(next(iter(parameters.values())).device).manual_seed(seed)
     with torch.no_grad():
@@ -47,12 +47,10 @@ def fill_parts_randomly(destinations: Iterable[tuple[str, Destination]], seed: i
             part = place.part
             if part is not None and not part.is_read:
                 part.fill_randomly(_seeded(seed, part.name, part.device))
-        elif isinstance(place, ShardDestination):
+        elif place.constant is not None:
+            place.target.fill_(place.constant)
+        else:
             _fill(name, place, seed)
-        elif not _fill_with_constant(name, place):
-            _fill(
-                name, ShardDestination(place, tuple(slice(0, size) for size in place.shape), tuple(place.shape)), seed
-            )
 
 
 def _seeded(seed: int, name: str, device: torch.device) -> torch.Generator:
@@ -60,8 +58,21 @@ def _seeded(seed: int, name: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
+def _fill(name: str, place: TensorDestination, seed: int) -> None:
+    own, *columns = place.ranges or tuple(slice(0, size) for size in place.shape)
+    at_once = max(_AT_ONCE // math.prod(place.shape[1:]), 1)
+    for first in range(own.start // at_once * at_once, own.stop, at_once):
+        size = (min(at_once, place.shape[0] - first), *place.shape[1:])
+        generator = _seeded(seed, f"{name} {first}", place.target.device)
+        values = torch.randn(size, dtype=place.target.dtype, device=place.target.device, generator=generator)
+        start, stop = max(first, own.start), min(first + at_once, own.stop)
+        drawn = values[(slice(start - first, stop - first), *columns)]
+        copies = (slice(None),) * (place.target.dim() - len(place.shape))
+        place.target[(*copies, slice(start - own.start, stop - own.start))] = drawn * place.shape[-1] ** -0.5
+
+
 def _fill_with_constant(name: str, tensor: torch.Tensor) -> bool:
-    """Fill a norm's weight or a bias with its constant; return False for other tensors, whose values are drawn."""
+    """Fill a norm's weight or a bias of transformers' code with its constant; return False for other tensors."""
     if "norm" in name or (tensor.dim() == 1 and name.endswith("weight")):
         tensor.fill_(1.0)
     elif name.endswith("bias"):
@@ -69,17 +80,3 @@ def _fill_with_constant(name: str, tensor: torch.Tensor) -> bool:
     else:
         return False
     return True
-
-
-def _fill(name: str, part: ShardDestination, seed: int) -> None:
-    if _fill_with_constant(name, part.target):
-        return
-    own, *columns = part.ranges
-    at_once = max(_AT_ONCE // math.prod(part.shape[1:]), 1)
-    for first in range(own.start // at_once * at_once, own.stop, at_once):
-        size = (min(at_once, part.shape[0] - first), *part.shape[1:])
-        generator = _seeded(seed, f"{name} {first}", part.target.device)
-        values = torch.randn(size, dtype=part.target.dtype, device=part.target.device, generator=generator)
-        start, stop = max(first, own.start), min(first + at_once, own.stop)
-        drawn = values[(slice(start - first, stop - first), *columns)]
-        part.target[start - own.start : stop - own.start] = drawn * part.shape[-1] ** -0.5

@@ -12,12 +12,12 @@ import torch
 
 from teachllm.checkpoint.files import pickle_files, stored_tensors, wrong_shape
 from teachllm.checkpoint.pickles import read_pickle
-from teachllm.distributed.shards import ShardDestination
 from teachllm.errors import ModelError
+from teachllm.layers.checkpoint_tensors import TensorDestination
 
 Progress = Callable[[int, int], None]
 Wants = Callable[[str], bool]
-PartOf = Callable[[str], ShardDestination | None]
+PartOf = Callable[[str], TensorDestination | None]
 
 
 def _everything(name: str) -> bool:
@@ -60,7 +60,7 @@ def read_safetensors(
         progress(total, total)
 
 
-def _ranges(cut: ShardDestination, shape: tuple[int, ...], name: str, file: Path) -> tuple[slice, ...]:
+def _ranges(cut: TensorDestination, shape: tuple[int, ...], name: str, file: Path) -> tuple[slice, ...]:
     """Return what to read of a tensor.
 
     Raises:
@@ -68,6 +68,7 @@ def _ranges(cut: ShardDestination, shape: tuple[int, ...], name: str, file: Path
     """
     if shape != cut.shape:
         raise ModelError(wrong_shape(name, file, shape, cut.shape))
+    assert cut.ranges is not None
     return cut.ranges
 
 

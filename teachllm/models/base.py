@@ -29,14 +29,16 @@ class Model(Protocol):
 
     Attributes:
         implementation: "teachllm" or "transformers", as `ModelConfig` has it.
-        fuses_decodes: on a GPU its layers can leave norm, rotation and KV write to attention, see
-            `AttentionMetadata.is_fused`.
         experts: what some of its layers have in place of one MLP; None: no layer has.
     """
 
     implementation: str
-    fuses_decodes: bool
     experts: MoeConfig | None
+
+    @property
+    def fuses_decodes(self) -> bool:
+        """Return whether, on a GPU, its layers can leave norm, rotation and KV write to attention."""
+        ...
 
     def __call__(
         self,

@@ -13,7 +13,8 @@ from typing import Any
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
 from teachllm.layers.rotary import SCALINGS, RotaryConfig
-from teachllm.models.moe_config import MoeConfig, parse_moe
+from teachllm.models.family import DecoderConfig
+from teachllm.models.moe_config import NAMES, parse_moe
 from teachllm.models.registry import LAYER_TYPES, architecture_of
 
 # Of these null is a value: no window, or as many KV heads as heads. Of the other keys transformers refuses null.
@@ -36,6 +37,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **{"num_local_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 2},
     },
 }
+DENSE = tuple(name for name in _DEFAULTS if name not in NAMES)  # architectures with one MLP in each layer
 # Where transformers looks for biases: its code of the other architectures reads no such key.
 _READS_BIAS = {
     "attention_bias": ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
@@ -59,87 +61,41 @@ _SCALING_TAKES = {
 }
 
 
-@dataclass(frozen=True)
-class LlamaConfig:
+# The key of config.json that decides on the rows of a tensor, by the end of the tensor's name.
+SIZE_KEYS = {
+    "embed_tokens.weight": "vocab_size",
+    "layernorm.weight": "hidden_size",
+    "q_proj.weight": "num_attention_heads, head_dim",
+    "k_proj.weight": "num_key_value_heads, head_dim",
+    "v_proj.weight": "num_key_value_heads, head_dim",
+    "mlp.gate_proj.weight": "intermediate_size",
+    ".gate.weight": "num_experts or num_local_experts",
+    **{f"0.{names.gate}.weight": "moe_intermediate_size or intermediate_size" for names in NAMES.values()},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(DecoderConfig):
     """One model of the family.
 
     Attributes:
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
         qk_norm: every head of Q and K is normalised before it is turned.
-        tied: the output head is the embedding.
-        eos_token_ids: end-of-sequence ids.
-        windows: per layer, how many tokens back it looks, itself included; None looks at all.
-        moe: its experts, where layers have them in place of one MLP of `intermediate_size`.
     """
 
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
     norm_eps: float
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    tied: bool
-    eos_token_ids: frozenset[int]
     rotary: RotaryConfig
-    windows: tuple[int | None, ...]
-    moe: MoeConfig | None = None
-
-    def experts_of(self, layer: int) -> MoeConfig | None:
-        """Return what takes the place of its MLP, if anything does."""
-        return self.moe if self.moe is not None and self.moe.layers[layer] else None
 
     @property
-    def num_parameters(self) -> int:
-        """Return the number that a checkpoint holds; a tied output head is not counted again."""
-        ends = (1 if self.tied else 2) * self.vocab_size * self.hidden_size
-        return self.num_active_parameters + self.num_idle_parameters + ends
-
-    @property
-    def num_active_parameters(self) -> int:
-        """Return the parameters between embedding and output head that one token meets."""
-        return sum(map(self.num_active_of, range(self.num_layers))) + self.hidden_size
-
-    @property
-    def num_idle_parameters(self) -> int:
-        """Return the parameters of held experts that one token does not meet."""
-        moe = self.moe
-        return 0 if moe is None else moe.num_layers * (moe.num_held * self._expert_size(moe) - self._num_met(moe))
-
-    def num_active_of(self, layer: int) -> int:
-        """Return the parameters of one layer that one token meets; of experts that are shared out, the mean."""
-        hidden, q_size, kv_size = self.hidden_size, self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-        qkv_size, gate_up_size = q_size + 2 * kv_size, 2 * self.intermediate_size
-        attention = hidden * qkv_size + q_size * hidden + self.qkv_bias * qkv_size + self.o_bias * hidden
-        mlp = hidden * gate_up_size + self.intermediate_size * hidden + self.mlp_bias * (gate_up_size + hidden)
-        norms, moe = 2 * hidden + self.qk_norm * 2 * self.head_size, self.experts_of(layer)
-        if moe is not None:
-            mlp = moe.num_experts * hidden + self._num_met(moe)  # every token meets the router
-        return attention + norms + mlp
-
-    def num_beside(self, max_len: int, holds_head_twice: bool) -> int:
-        """Return the number of elements that our own model keeps beside its parameters.
-
-        It holds a norm that all heads share once per head, and cosines and sines per position.
-
-        Args:
-            max_len: the number of positions.
-            holds_head_twice: a CPU holds a tied output head by rows for look-ups and packed for logits.
-        """
-        norms = self.qk_norm * self.num_layers * (self.num_heads + self.num_kv_heads - 2) * self.head_size
-        head = self.vocab_size * self.hidden_size if holds_head_twice else 0
-        return norms + 2 * max_len * self.head_size + head
-
-    def _num_met(self, moe: MoeConfig) -> int:
-        return moe.top_k * moe.num_held * self._expert_size(moe) // moe.num_experts
-
-    def _expert_size(self, moe: MoeConfig) -> int:
-        return 3 * self.hidden_size * moe.intermediate_size
+    def shared_sizes(self) -> dict[str, int]:
+        """Return the sizes that tensor-parallel ranks share equally; an MLP counts if any layer has it."""
+        has_mlp = self.experts is None or not all(self.experts.layers)
+        return super().shared_sizes | ({"intermediate_size": self.intermediate_size} if has_mlp else {})
 
 
 def parse(raw: dict[str, Any], where: str = "config.json") -> LlamaConfig:
@@ -169,7 +125,9 @@ def parse(raw: dict[str, Any], where: str = "config.json") -> LlamaConfig:
         raise ModelError(f"{where}: head_dim={head_size} is odd, and rotary embedding turns pairs of channels")
     has_bias = {key: architecture in read and values.flag(key, False) for key, read in _READS_BIAS.items()}
     num_layers = values.integer("num_hidden_layers", most=MOST_LAYERS)
+    rotary = _rotary(values, head_size)
     return LlamaConfig(
+        context_len=rotary.context_len,
         vocab_size=values.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=values.integer("intermediate_size"),
@@ -184,9 +142,9 @@ def parse(raw: dict[str, Any], where: str = "config.json") -> LlamaConfig:
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         tied=values.flag("tie_word_embeddings", False),
         eos_token_ids=values.token_ids("eos_token_id") if has_eos else frozenset(),
-        rotary=_rotary(values, head_size),
+        rotary=rotary,
         windows=_windows(values, architecture, num_layers),
-        moe=parse_moe(values, architecture),
+        experts=parse_moe(values, architecture),
     )
 
 

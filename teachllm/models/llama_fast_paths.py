@@ -4,7 +4,9 @@
     decode_one_row     a block for a single decode is five kernels: products of one row do what is around them, too
     last_layer         the last layer computes only K and V of the tokens whose hidden states nothing reads
 
-They stand beside the forward pass, so that it reads as the architecture's paper does.
+They stand beside the forward pass, so that it reads as the architecture's paper does. Kernels compute the norm, the
+rotation and the activation of this family's own classes. A subclass may compute something else, so it is run as it is
+written.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.linear import Addend
 from teachllm.models.base import Angles, AuxOut, PagedKV
+from teachllm.models.decoder import added_up
 from teachllm_kernels.attention.paged_decode import fused_paged_decode
 from teachllm_kernels.attention.rope_kv_write import rope_kv_write_triton
 
@@ -53,9 +56,36 @@ def attend_on_gpu(
     return attended
 
 
-def is_one_decode(layer: LlamaLayer, residual: torch.Tensor | None, metadata: AttentionMetadata) -> bool:
-    """Return whether `decode_one_row` computes this step: one decode, whose input is no sum still to be added up."""
-    return metadata.is_fused and metadata.slot_mapping.shape[0] == 1 and residual is None and layer.fuses_one_row
+def execute_layer(
+    layer: LlamaLayer,
+    x: Addend,
+    residual: torch.Tensor | None,
+    angles: Angles,
+    kv_cache: PagedKV,
+    metadata: AttentionMetadata,
+    is_last: bool,
+    aux_out: AuxOut | None,
+) -> tuple[Addend, torch.Tensor | None]:
+    """Compute a block by the fastest path that computes the same as its `forward`; see `DecoderLayer.execute`."""
+    # One decode, whose input is no sum still to be added up.
+    is_one_decode = metadata.is_fused and metadata.slot_mapping.shape[0] == 1 and residual is None
+    if is_one_decode and fuses_one_row(layer):
+        return decode_one_row(layer, x, angles, kv_cache, metadata, aux_out), None
+    if not is_last or metadata.logits_indices is None:
+        return layer.forward(x, residual, angles, kv_cache, metadata, aux_out)
+    if layer.has_own_classes:
+        return last_layer(layer, x, residual, angles, kv_cache, metadata, aux_out)
+    hidden = added_up(*layer.forward(x, residual, angles, kv_cache, metadata, aux_out))
+    return hidden.index_select(0, metadata.logits_indices), None
+
+
+def fuses_one_row(layer: LlamaLayer) -> bool:
+    """Return whether products of one row compute what is around them in this layer, too."""
+    if not (layer.has_own_classes and layer.fuses_decodes):
+        return False
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    products = (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp)
+    return all(norm.is_known_to_kernels for norm in norms) and all(each.fuses_one_row for each in products)
 
 
 def decode_one_row(
@@ -67,7 +97,7 @@ def decode_one_row(
     aux_out: AuxOut | None = None,
 ) -> torch.Tensor:
     """Return the residual stream after the block, [1, hidden_size], given that before it."""
-    assert isinstance(x, torch.Tensor)  # a deferred sum has a residual
+    assert isinstance(x, torch.Tensor)  # a sum still to be added up has a residual
     if aux_out is not None:
         aux_out(x)
     attention, mlp = layer.self_attn, cast("LlamaMLP", layer.mlp)
@@ -90,7 +120,9 @@ def last_layer(
     """Compute the block, continuing with the tokens `metadata.logits_indices` once all K and V are written."""
     indices = metadata.logits_indices
     assert indices is not None
-    pruned = None if metadata.last_layer_metadata is None else metadata.last_layer_metadata()
+    pruned = None
+    if metadata.last_layer_metadata is not None and layer.fuses_decodes:
+        pruned = metadata.last_layer_metadata()
     h, residual = layer.input_layernorm.quantized(x, residual, layer.self_attn.qkv_proj.input_quantization)
     if aux_out is not None:
         aux_out(residual)

@@ -6,8 +6,7 @@ arithmetic needs is known here, before a weight is allocated.
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,12 @@ from teachllm.checkpoint.generation_config import generation_defaults, read_gene
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
-from teachllm.models.registry import OWN, WITH_EXPERTS, architecture_of, check_supported
+from teachllm.models.registry import architecture_of, check_supported, is_own, own_architectures
 from teachllm.models.shape import Shape
-from teachllm.models.tensor_names import HEAD, has_own_head, renaming
+from teachllm.models.tensor_names import HEAD
 
 if TYPE_CHECKING:
-    from teachllm.models.quantized_needs import Dequantized
+    from teachllm.models.spec import ModelSpec
     from teachllm.quantization.formats.layer_schemes import Quantization
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -52,6 +51,7 @@ class ModelConfig(Shape):
         raw: config.json, with `EngineConfig.hf_overrides`.
         kv_cache_dtype: as `EngineConfig.kv_cache_dtype`.
         first_layer: the index in the whole model of the first layer; of a rank that has a later stage not 0.
+        spec: of a model that runs on this project's code: of the whole, or of a rank's part.
     """
 
     path: str
@@ -71,11 +71,12 @@ class ModelConfig(Shape):
     raw: dict[str, Any]
     kv_cache_dtype: str = "auto"
     first_layer: int = 0
+    spec: ModelSpec | None = field(default=None, repr=False)
 
     @property
     def has_experts(self) -> bool:
         """Return whether some of its layers are mixtures of experts."""
-        return self.architecture in WITH_EXPERTS
+        return self.experts is not None
 
     @property
     def kv_dtype(self) -> str:
@@ -109,7 +110,23 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
     implementation = _implementation(architecture, config.model_impl)
     quantization = _quantization(config, raw, folder, implementation, None)
     stored_dtype(raw)
-    shape = _shape(folder, raw, implementation, config)
+    spec: ModelSpec | None = None
+    # Imported here: both load torch, and transformers takes seconds.
+    if implementation == "teachllm":
+        from teachllm.models.build import parse_config
+        from teachllm.models.own_model import describe_own
+
+        if quantization is not None and parse_config(raw).experts is not None:
+            raise ModelError(
+                f"{architecture} takes no quantized weights, as experts have no kernel for them: take its unquantized "
+                "checkpoint, and leave quantization out"
+            )
+        raw, shape, spec, stored = describe_own(folder, raw, config.load_format)
+    else:
+        from teachllm.models.via_transformers import shape as via_transformers_shape
+
+        shape = via_transformers_shape.shape(folder, config)
+        stored = tensors_to_load(folder, config.load_format)
     dtype = _dtype(raw, config.dtype, device_type)
     max_model_len = config.max_model_len or shape.context_len
     if max_model_len > shape.context_len:
@@ -117,46 +134,19 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
             f"max_model_len={max_model_len} is more than the model's context of {shape.context_len}: "
             f"set max_model_len={shape.context_len} or less"
         )
-    stored = tensors_to_load(folder, config.load_format)
-    if implementation == "teachllm" and shape.tied and has_own_head(stored):
-        warnings.warn(
-            f"{folder}: config.json says tie_word_embeddings=true, but the stored lm_head.weight is not the embedding: "
-            "the model runs with that head",
-            stacklevel=2,
-        )
-        raw = raw | {"tie_word_embeddings": False}
-        shape = _shape(folder, raw, implementation, config)
-    rename = renaming(stored, shape.tied) if implementation == "teachllm" else str
-    stored = {rename(name): tensor for name, tensor in stored.items()}
-    if implementation == "teachllm":
-        # Imported here: both load torch.
-        from teachllm.models.llama_config import parse
-        from teachllm.models.llama_shape import check_sizes
-
-        check_sizes(parse(raw), stored)
     if stored and quantization is not None:  # by what is stored it is known which layers are
         quantization = _quantization(config, raw, folder, implementation, frozenset(stored))
     recommended = read_generation_config(config, folder)
+    eos_token_ids = recommended.token_ids("eos_token_id") if recommended.has("eos_token_id") else shape.eos_token_ids
     num_parameters, size = shape.num_parameters, DTYPE_BYTES[dtype]
-    if stored and quantization is None:  # quantized tensors do not tell the number of weights
+    if stored and spec is None:
         num_parameters = sum(t.num_elements for t in stored.values())
         if shape.tied and HEAD in stored:
             num_parameters -= stored[HEAD].num_elements
-    saved_bytes, widths, num_w8a8 = 0, dict[str, int](), 0
-    dequantized: tuple[Dequantized, ...] = ()
-    if quantization is not None and device_type != "cpu":
-        from teachllm.models.quantized_needs import needs_of  # loads torch
-
-        saved_bytes, widths, dequantized, num_w8a8 = needs_of(raw, quantization.schemes, size)
-    eos_token_ids = recommended.token_ids("eos_token_id") if recommended.has("eos_token_id") else shape.eos_token_ids
-    num_kept = num_parameters
-    if implementation == "teachllm":
-        num_kept += parse(raw).num_beside(max_model_len, shape.tied and device_type == "cpu")
-    return ModelConfig(
+    found = ModelConfig(
         **(
             {each.name: getattr(shape, each.name) for each in fields(Shape)}
             | {"num_parameters": num_parameters, "eos_token_ids": eos_token_ids}
-            | widths
         ),
         path=str(folder),
         device_type=device_type,
@@ -164,17 +154,23 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         implementation=implementation,
         dtype=dtype,
         max_model_len=max_model_len,
-        weight_bytes=num_kept * size - saved_bytes,
-        active_bytes=shape.num_active_parameters * size - saved_bytes,
+        weight_bytes=num_parameters * size,
+        active_bytes=shape.num_active_parameters * size,
         quantization=None if quantization is None else quantization.name,
         quantized_as_read=config.quantization,
         load_format=config.load_format,
-        num_w8a8_parameters=num_w8a8,
-        dequantized=dequantized,
+        num_w8a8_parameters=0,
+        dequantized=(),
         generation_defaults=generation_defaults(config, recommended),
         raw=raw,
         kv_cache_dtype=config.kv_cache_dtype,
+        spec=spec,
     )
+    if spec is None:
+        return found
+    from teachllm.models.own_model import with_bytes  # loads torch
+
+    return with_bytes(found)
 
 
 def _quantization(
@@ -188,11 +184,6 @@ def _quantization(
     is_quantized = quantization_config(raw, folder) is not None
     if not is_quantized and config.quantization is None:
         return None
-    if architecture_of(raw) in WITH_EXPERTS:
-        raise ModelError(
-            f"{architecture_of(raw)} takes no quantized weights, as experts have no kernel for them: take its "
-            "unquantized checkpoint, and leave quantization out"
-        )
     from teachllm.quantization.formats.layer_schemes import quantization_of  # loads torch
 
     try:
@@ -213,23 +204,12 @@ def _quantization(
 
 
 def _implementation(architecture: str, model_impl: str) -> str:
-    if model_impl == "teachllm" and architecture not in OWN:
+    if model_impl == "teachllm" and not is_own(architecture):
         raise ModelError(
-            f"model_impl='teachllm' has no code for {architecture}, only for {', '.join(OWN)}: "
+            f"model_impl='teachllm' has no code for {architecture}, only for {', '.join(own_architectures())}: "
             "set model_impl='auto' to run it through transformers"
         )
-    return "teachllm" if architecture in OWN and model_impl != "transformers" else "transformers"
-
-
-def _shape(folder: Path, raw: dict[str, Any], implementation: str, config: EngineConfig) -> Shape:
-    # Imported here: both load torch, and transformers takes seconds.
-    if implementation == "teachllm":
-        from teachllm.models.llama_shape import shape
-
-        return shape(raw)
-    from teachllm.models.via_transformers import shape as via_transformers_shape
-
-    return via_transformers_shape.shape(folder, config)
+    return "teachllm" if is_own(architecture) and model_impl != "transformers" else "transformers"
 
 
 def _dtype(raw: dict[str, Any], requested: str, device_type: str) -> str:

@@ -6,15 +6,17 @@ Source: Jiang et al., "Mixtral of Experts", 2024.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from teachllm.distributed.ranks import WHOLE, ShardSpec
-from teachllm.distributed.shards import ALL, shard_destination, spread
+from teachllm.distributed.shards import ALL, spread
+from teachllm.layers.checkpoint_tensors import Destination, destination
 from teachllm.layers.expert_parallel import AllToAll, SameTokens
-from teachllm.layers.linear import Destination, Linear, Rows
+from teachllm.layers.linear import Linear, Rows
 from teachllm.layers.moe import Experts, route
 from teachllm.models.moe_config import ExpertNames, MoeConfig
 
@@ -45,7 +47,7 @@ class SparseMLP(nn.Module):
         self.gate = Linear(hidden_size, {"gate": config.num_experts})
         self._width = ALL if shard.experts.count > 1 else shard.part
         holders = spread(config.num_experts, shard.experts.count)
-        width = config.intermediate_size // self._width.count
+        width = self._width.equal(config.intermediate_size)
         self.experts = Experts(hidden_size, holders[shard.experts.index], width)
         self._exchange: SameTokens | AllToAll = SameTokens(shard.group)
         if shard.expert_group.size > shard.group.size:
@@ -69,22 +71,19 @@ class SparseMLP(nn.Module):
         assert isinstance(x, torch.Tensor)
         return self(x), residual
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
-        """(name, destination) of every tensor that a checkpoint holds for what is here."""
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, Destination]]:
+        """Yield the tensors of the router and of the experts that are here."""
         names = self._config.names
-        yield from self.gate.parts()
+        yield from self.gate.checkpoint_tensors(f"{path}.gate")
+        met = Fraction(self._config.top_k, self._config.num_experts)
         for index, expert in enumerate(self.experts.held):
             gate, up, down = self.experts.parts(index)
-            yield f"experts.{expert}.{names.gate}.weight", shard_destination(gate, self._width, ALL)
-            yield f"experts.{expert}.{names.up}.weight", shard_destination(up, self._width, ALL)
-            yield f"experts.{expert}.{names.down}.weight", shard_destination(down, ALL, self._width)
-
-    def is_elsewhere(self, name: str) -> bool:
-        """Return whether a tensor, by its name within this module, is of an expert that another rank holds."""
-        kind, _, rest = name.partition(".")
-        expert = rest.partition(".")[0]
-        known = expert.isdigit() and int(expert) < self._config.num_experts
-        return kind == "experts" and known and int(expert) not in self.experts.held
+            for name, target, shards in (
+                (names.gate, gate, (self._width, ALL)),
+                (names.up, up, (self._width, ALL)),
+                (names.down, down, (ALL, self._width)),
+            ):
+                yield f"{path}.experts.{expert}.{name}.weight", destination(target, *shards, share_met=met)
 
 
 def unstacked(
@@ -108,15 +107,3 @@ def unstacked(
                 yield f"{block}.experts.{expert}.{names.down}.weight", down, file
         else:
             yield f"{block}.{rest}" if rest == _STACKED_ROUTER else name, tensor, file
-
-
-def peak_width(config: MoeConfig, hidden_size: int) -> int:
-    """Return the elements that a token keeps alive beside the residual and the block's input.
-
-    It is a part of `llama_shape.peak_width`.
-
-    Either the activations and the results of its experts are alive, or the results and their sum. Each expert's id, its
-    weight and the position of the token-expert pair are counted in 16-bit elements.
-    """
-    activations, results = config.top_k * config.intermediate_size, config.top_k * hidden_size
-    return max(activations + results, results + hidden_size) + 6 * config.top_k

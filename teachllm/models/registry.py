@@ -5,17 +5,76 @@ A checkpoint names its architecture in config.json. Everything is decided from t
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
 
-# Architectures of `models/llama.py`: with one MLP in a layer, and with experts.
-DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-WITH_EXPERTS = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
-OWN = (*DENSE, *WITH_EXPERTS)
-# By model_type, which decides in transformers what class reads a checkpoint, whatever `architectures` says.
-_OWN_TYPES = dict(zip(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"), OWN, strict=True))
+if TYPE_CHECKING:
+    from teachllm.models.family import Family
+
+# The family of each architecture, as the module that has its `FAMILY`; and each architecture by its model_type, which
+# decides in transformers what class reads a checkpoint, whatever `architectures` says.
+_MODULES: dict[str, str] = {}
+_OWN_TYPES: dict[str, str] = {}
+
+
+def register(module: str, architectures: Mapping[str, str]) -> None:
+    """Add a family of models.
+
+    Args:
+        module: has the family as `FAMILY`; it is imported when the first of its models is.
+        architectures: the family's, by `model_type` of config.json.
+
+    Raises:
+        ValueError: an architecture or a model_type is registered already.
+    """
+    for model_type, architecture in architectures.items():
+        for name, known in ((architecture, _MODULES), (model_type, _OWN_TYPES)):
+            if name in known:
+                first = _MODULES[_OWN_TYPES.get(name, name)]
+                raise ValueError(f"{name} is registered twice, by {first} and by {module}")
+    _OWN_TYPES.update(architectures)
+    _MODULES.update(dict.fromkeys(architectures.values(), module))
+
+
+# One line per family.
+register(
+    "teachllm.models.llama",
+    {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "mixtral": "MixtralForCausalLM",
+    },
+)
+
+
+def is_own(architecture: str) -> bool:
+    """Return whether a registered family has this architecture, so that it runs on this project's code."""
+    return architecture in _MODULES
+
+
+def own_architectures() -> tuple[str, ...]:
+    """Return the architectures of all registered families."""
+    return tuple(_MODULES)
+
+
+def family_of(architecture: str) -> Family[Any]:
+    """Return the family of an architecture.
+
+    Raises:
+        ModelError: no family has it; names those that there are.
+    """
+    if architecture not in _MODULES:
+        raise ModelError(f"this project has no code for {architecture}, only for {', '.join(_MODULES)}")
+    family: Family[Any] = importlib.import_module(_MODULES[architecture]).FAMILY
+    return family
+
 
 # What a config.json with any of these keys describes, and why blocks of K and V cannot hold its state.
 _REFUSED_KEYS = {
@@ -50,10 +109,13 @@ _REFUSED_MODEL_TYPES = {
 LAYER_TYPES = ("full_attention", "sliding_attention")
 _KINDS_OF_ATTENTION = (*LAYER_TYPES, "attention")  # the last one in configurations of hybrids
 
-SUPPORTED = (
-    f"supported are {', '.join(OWN)} and, through transformers, decoder-only models with plain causal grouped-query "
-    "attention"
-)
+
+def supported() -> str:
+    """Return what runs here, as the end of a refusal."""
+    return (
+        f"supported are {', '.join(_MODULES)} and, through transformers, decoder-only models with plain causal "
+        "grouped-query attention"
+    )
 
 
 def architecture_of(raw: dict[str, Any]) -> str:
@@ -73,10 +135,10 @@ def architecture_of(raw: dict[str, Any]) -> str:
     if own is not None and architectures == [own.replace("ForCausalLM", "Model")]:
         return own
     if not architectures:
-        raise ModelError(f"config.json names no architecture in 'architectures'; {SUPPORTED}")
+        raise ModelError(f"config.json names no architecture in 'architectures'; {supported()}")
     if not all(isinstance(name, str) for name in architectures):
         raise values.refusal("architectures", "a list of class names")
-    if architectures[0] not in OWN or not model_type:
+    if architectures[0] not in _MODULES or not model_type:
         return str(architectures[0])
     return own or f"{model_type}.{architectures[0]}"
 
@@ -93,7 +155,7 @@ def check_supported(raw: dict[str, Any], trust_remote_code: bool) -> None:
     """
     architecture = architecture_of(raw)
     check_features(raw, architecture)
-    if raw.get("auto_map") and architecture not in OWN and not trust_remote_code:
+    if raw.get("auto_map") and architecture not in _MODULES and not trust_remote_code:
         raise ModelError(
             f"{architecture} brings its own Python code, which would run on this machine: "
             "set trust_remote_code=True if you trust its authors"
@@ -111,7 +173,7 @@ def check_features(raw: dict[str, Any], architecture: str) -> None:
     """
     reason = _reason_to_refuse(raw, architecture)
     if reason is not None:
-        raise ModelError(f"{architecture} is not supported: it has {reason}; {SUPPORTED}")
+        raise ModelError(f"{architecture} is not supported: it has {reason}; {supported()}")
 
 
 def _reason_to_refuse(raw: dict[str, Any], architecture: str) -> str | None:
@@ -122,7 +184,7 @@ def _reason_to_refuse(raw: dict[str, Any], architecture: str) -> str | None:
     values = JsonObject(raw, "config.json")
     kinds = values.entries("layer_types") or values.entries("layers_block_type")
     is_all_attention = bool(kinds) and all(kind in _KINDS_OF_ATTENTION for kind in kinds)
-    if architecture not in OWN:  # whose code reads none of these
+    if architecture not in _MODULES:  # whose code reads none of these
         for key, reason in _REFUSED_KEYS.items():
             if raw.get(key) and not (is_all_attention and reason.startswith("a hybrid of")):
                 return reason

@@ -9,67 +9,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
-from teachllm.distributed.layout import RankCoords
-from teachllm.distributed.shards import spread
+from teachllm.distributed.layout import Layout
 from teachllm.errors import ModelError
-from teachllm.models.llama_config import LlamaConfig
+from teachllm.models.family import DecoderConfig
+from teachllm.models.spec import ModelSpec
 
 
-def of_rank(config: LlamaConfig, coords: RankCoords) -> LlamaConfig:
-    """Return what one rank has of a model: some heads, a part of the widths and of the vocabulary, its stage's layers.
-
-    Raises:
-        ModelError: they cannot be shared equally, or there are fewer experts than ranks to spread them over.
-    """
-    layout, experts = coords.layout, config.moe
-    size, spreads = layout.tensor, layout.spreads_experts
-    if experts is not None and experts.num_experts < layout.num_expert_ranks:
-        raise ModelError(
-            f"enable_expert_parallel=True spreads experts over {layout.num_expert_ranks} ranks, and the model has "
-            f"{experts.num_experts}: lower {'data' if layout.replicas > 1 else 'tensor'}_parallel_size"
-        )
-    if size > 1:
-        _check_shared(config, size, spreads)
-    layers = stage_layers(config, layout.pipeline)[coords.stage]
-    if experts is not None:
-        experts = replace(
-            experts,
-            layers=tuple(experts.layers[i] for i in layers),
-            num_held=len(spread(experts.num_experts, layout.num_expert_ranks)[coords.expert_rank]),
-            intermediate_size=experts.intermediate_size // (1 if spreads else size),
-        )
-    return replace(
-        config,
-        vocab_size=-(-config.vocab_size // size),
-        intermediate_size=config.intermediate_size // size,
-        num_layers=len(layers),
-        num_heads=config.num_heads // size,
-        num_kv_heads=max(config.num_kv_heads // size, 1),
-        windows=tuple(config.windows[i] for i in layers),
-        moe=experts,
-    )
-
-
-def stage_layers(config: LlamaConfig, num_stages: int) -> list[range]:
+def stage_layers(spec: ModelSpec, head: int, num_stages: int) -> list[range]:
     """The layers of each stage, such that the one with the most to read has the least; then the one with the next most,
     and so on. A layer's cost is twice what one token meets of it: a batch that gives all stages work reads about as
     much KV as weights. The last stage has the head, too.
 
+    Args:
+        spec: of the whole model.
+        head: the parameters of its output head.
+
     Raises:
         ModelError: there are more stages than layers.
     """
-    num_layers = config.num_layers
+    num_layers = len(spec.layers)
     if num_stages > num_layers:
         raise ModelError(
             f"pipeline_parallel_size={num_stages} is more than the model's {num_layers} layers: set "
             f"pipeline_parallel_size={num_layers} or less"
         )
-    ends = [0, *accumulate(2 * config.num_active_of(layer) for layer in range(num_layers))]
-    head = config.vocab_size * config.hidden_size
+    ends = [0, *accumulate(2 * layer.num_active_parameters for layer in spec.layers)]
 
     @cache
     def best(first: int, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -86,12 +53,26 @@ def stage_layers(config: LlamaConfig, num_stages: int) -> list[range]:
     return [range(first, stop) for first, stop in zip((0, *stops), stops, strict=False)]
 
 
-def _check_shared(config: LlamaConfig, size: int, spreads: bool) -> None:
-    moe, shared = config.moe, {"attention heads": config.num_heads}
-    if moe is None or not all(moe.layers):
-        shared["intermediate_size"] = config.intermediate_size
-    if moe is not None and not spreads:
-        shared["experts' intermediate size"] = moe.intermediate_size
+def check_shared(config: DecoderConfig, layout: Layout) -> None:
+    """Check that the ranks of a layout can share a model.
+
+    Raises:
+        ModelError: a size cannot be shared equally, or there are fewer experts than ranks to spread them over.
+    """
+    experts = config.experts
+    if experts is not None and experts.num_experts < layout.num_expert_ranks:
+        raise ModelError(
+            f"enable_expert_parallel=True spreads experts over {layout.num_expert_ranks} ranks, and the model has "
+            f"{experts.num_experts}: lower {'data' if layout.replicas > 1 else 'tensor'}_parallel_size"
+        )
+    if layout.tensor > 1:
+        _check_sizes(config, layout.tensor, layout.spreads_experts)
+
+
+def _check_sizes(config: DecoderConfig, size: int, spreads: bool) -> None:
+    shared = dict(config.shared_sizes)
+    if config.experts is not None and not spreads:
+        shared["experts' intermediate size"] = config.experts.intermediate_size
     for name, number in shared.items():
         if number % size:
             raise ModelError(f"{_cannot_share(size, name, number)}: {_sizes_that_do(config, shared.values())}")
@@ -104,7 +85,7 @@ def _cannot_share(size: int, what: str, number: int) -> str:
     return f"tensor_parallel_size={size} does not divide the model's {what} ({number})"
 
 
-def _sizes_that_do(config: LlamaConfig, shared: Iterable[int]) -> str:
+def _sizes_that_do(config: DecoderConfig, shared: Iterable[int]) -> str:
     widths = math.gcd(*shared)
     sizes = [n for n in range(1, widths + 1) if widths % n == 0]
     sizes = [n for n in sizes if config.num_kv_heads % n == 0 or n % config.num_kv_heads == 0]

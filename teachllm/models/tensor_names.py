@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from teachllm.checkpoint.files import StoredTensor
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TABLE = "rotary_emb.inv_freq"  # old checkpoints carry it, and it is computed here
 
 
 def renaming(stored: Collection[str], is_tied: bool) -> Callable[[str], str]:
@@ -32,6 +33,11 @@ def renaming(stored: Collection[str], is_tied: bool) -> Callable[[str], str]:
         return name if has_prefix else f"model.{name}"
 
     return rename
+
+
+def is_derived(name: str, is_tied: bool) -> bool:
+    """Return whether a stored tensor is not read, as another one says the same."""
+    return name.endswith(_TABLE) or (is_tied and name.startswith("lm_head."))
 
 
 def has_own_head(stored: Mapping[str, StoredTensor]) -> bool:

@@ -10,19 +10,20 @@ Source: Chen et al., "Accelerating Large Language Model Decoding with Speculativ
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-from teachllm.spec_decode.drafter import DraftBatch, FlatTokens, KVCache, logits_of
+from teachllm.layers.attention import AttentionMetadata
+from teachllm.models.base import Model
+from teachllm.models.draft_heads.draft_logits import draft_logits
+from teachllm.spec_decode.drafter import DraftBatch, FlatTokens, KVCache
 
 
 class DraftModel:
     """Any causal model that the engine runs.
 
     Args:
-        model: from token ids to logits, as `LlamaForCausalLM`.
+        model: from token ids to logits, as `models.base.Model`.
         kv_caches: its own, per layer (K, V).
         num_ids: that it knows.
         vocab_size: of the model that it drafts for.
@@ -35,7 +36,7 @@ class DraftModel:
     reads_all_hidden = False
 
     def __init__(
-        self, model: Any, kv_caches: KVCache, num_ids: int, vocab_size: int, max_len: int | None = None
+        self, model: Model, kv_caches: KVCache, num_ids: int, vocab_size: int, max_len: int | None = None
     ) -> None:
         self.model = model
         self.kv_caches = kv_caches
@@ -50,7 +51,7 @@ class DraftModel:
             if level + 1 < batch.num_levels:
                 hidden = self.model(*self._arguments(batch.pushed(level)))
 
-    def _arguments(self, tokens: FlatTokens) -> tuple[Any, ...]:
+    def _arguments(self, tokens: FlatTokens) -> tuple[torch.Tensor, torch.Tensor, KVCache, AttentionMetadata]:
         input_ids, positions, metadata = tokens
         if self._num_ids < self._vocab_size:
             input_ids = input_ids.clamp(max=self._num_ids - 1)
@@ -60,7 +61,7 @@ class DraftModel:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size]; ids that it does not know are never drawn."""
-        logits = logits_of(self.model, hidden)
+        logits = draft_logits(self.model, hidden)
         if self._num_ids < self._vocab_size:
             return F.pad(logits, (0, self._vocab_size - self._num_ids), value=-torch.inf)
         return logits[:, : self._vocab_size].contiguous()

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -139,18 +139,3 @@ class ModelDrafter(Protocol):
 
     def propose(self, batch: DraftBatch) -> None:
         """Catches up with what is known, and pushes drafts."""
-
-
-def logits_of(head: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the logits of a model or an output head, in float32; on a GPU, in its own dtype.
-
-    A drafter's logits need no more: whatever they are, drafts are verified against what they were drawn from.
-
-    Args:
-        hidden: [num_rows, hidden_size].
-
-    Returns:
-        [num_rows, vocab_size].
-    """
-    logits: torch.Tensor = head.logits(hidden, in_float32=not hidden.is_cuda)
-    return logits

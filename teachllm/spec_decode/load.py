@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,16 +13,22 @@ from teachllm.checkpoint.json_values import JsonObject, without_nulls
 from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec
 from teachllm.errors import ModelError
+from teachllm.layers.checkpoint_tensors import checkpoint_tensors
 from teachllm.layers.dtypes import torch_dtype
-from teachllm.loading.loader import check_weights, fill, finish, load_model, new_module, stored_names
-from teachllm.loading.random_weights import fill_randomly
+from teachllm.loading.loader import check_weights, fill, finish, load_model, stored_names
+from teachllm.loading.random_weights import fill_parts_randomly
+from teachllm.models.base import Model
+from teachllm.models.build import NOWHERE, new_module
+from teachllm.models.decoder import CausalLM
+from teachllm.models.draft_heads.eagle import EagleHead
+from teachllm.models.draft_heads.eagle_config import EagleConfig, tensor_name
+from teachllm.models.draft_heads.medusa import MedusaConfig, MedusaHeads
 from teachllm.models.llama_config import MAY_BE_NULL
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.spec_decode.drafter import KVCache, ModelDrafter
-from teachllm.spec_decode.eagle import Eagle, EagleHead
-from teachllm.spec_decode.eagle_config import EagleConfig, tensor_name
-from teachllm.spec_decode.medusa import Medusa, MedusaConfig, MedusaHeads
+from teachllm.spec_decode.eagle import Eagle
+from teachllm.spec_decode.medusa import Medusa
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.spec_decode.vocabulary import check_vocabularies
 from teachllm.speculative_config import SpeculativeConfig
@@ -70,7 +75,7 @@ class DrafterConfig:
     @property
     def num_features(self) -> int:
         """Layers of the model of which it reads what they compute."""
-        return len(self.head.feature_layers) if isinstance(self.head, EagleConfig) else 0
+        return 0 if self.head is None else len(self.head.feature_layers)
 
     @property
     def num_heads(self) -> int:
@@ -108,7 +113,7 @@ def load_drafter_config(config: EngineConfig, model: ModelConfig, device_type: s
             found = _draft_model_config(speculation, wanted, model, device_type)
         else:
             found = _head_config(speculation, wanted, model)
-        num_ids = found.head.num_ids if isinstance(found.head, EagleConfig) else found.model.vocab_size
+        num_ids = found.model.vocab_size if found.head is None else found.head.num_ids
         num_ids = min(num_ids, model.vocab_size)
         if found.tree.most_siblings > num_ids:
             raise ModelError(
@@ -147,13 +152,10 @@ def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: Mo
     assert speculation.model is not None
     folder = find_folder(speculation.model, speculation.revision, config.load_format)
     settings = JsonObject(without_nulls(read_json(folder / "config.json"), MAY_BE_NULL), f"{folder}/config.json")
-    nowhere, dtype, max_len = torch.device("meta"), torch_dtype(model.dtype), model.max_model_len
-    stored = stored_names(folder, config.load_format, _WHERE)
+    stored, max_len = stored_names(folder, config.load_format, _WHERE), model.max_model_len
     head: EagleConfig | MedusaConfig
-    specs: list[KVCacheSpec] = []
     if speculation.method == "medusa":
         head = MedusaConfig.parse(settings, stored, model, speculation.num_speculative_tokens)
-        module: torch.nn.Module = new_module(lambda: MedusaHeads(head), nowhere, dtype)  # type: ignore[arg-type]
     else:
         # With random weights it is the smallest EAGLE-3 head.
         names = {tensor_name(name) or "" for name in stored or ["midlayer."]}
@@ -163,10 +165,11 @@ def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: Mo
                 f"an EAGLE head reads hidden states inside the model; transformers' code for {model.architecture} "
                 "hands out none: take a draft model, or method=ngram"
             )
-        max_len = min(max_len, head.llama.rotary.context_len)
-        (window,) = head.llama.windows
-        specs = [KVCacheSpec(head.llama.num_kv_heads, head.llama.head_size, model.kv_bytes, window)]
-        module = new_module(lambda: EagleHead(head, model.max_model_len), nowhere, dtype)  # type: ignore[arg-type]
+        max_len = min(max_len, head.llama.context_len)
+    specs, kept = [], head.kept
+    if kept is not None:
+        specs = [KVCacheSpec(kept.num_kv_heads, kept.head_size, model.kv_bytes, kept.window)]
+    module = _new_head(head, model, NOWHERE)
     return DrafterConfig(
         speculation=speculation,
         target=model,
@@ -182,7 +185,7 @@ def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: Mo
 
 
 def load_drafter(
-    drafter: DrafterConfig, config: EngineConfig, model: Any, kv_caches: KVCache, device: torch.device
+    drafter: DrafterConfig, config: EngineConfig, model: Model, kv_caches: KVCache, device: torch.device
 ) -> ModelDrafter:
     """Builds a drafter on `device` and fills it.
 
@@ -198,23 +201,27 @@ def load_drafter(
         draft, target = drafter.model, drafter.target
         max_len = drafter.max_len if drafter.max_len < target.max_model_len else None
         return DraftModel(load_model(draft, own, device), kv_caches, draft.vocab_size, target.vocab_size, max_len)
-    dtype = torch_dtype(drafter.dtype)
-    if isinstance(drafter.head, MedusaConfig):
-        medusa = drafter.head
-        module: Any = new_module(lambda: MedusaHeads(medusa), device, dtype)
-    else:
-        eagle = drafter.head
-        module = new_module(lambda: EagleHead(eagle, drafter.model.max_model_len), device, dtype)
+    module = _new_head(drafter.head, drafter.model, device)
     if drafter.load_format == "dummy":
-        fill_randomly(module, config.seed)
+        fill_parts_randomly(checkpoint_tensors(module), config.seed)
     else:
         check_weights(drafter.folder, drafter.load_format)
         name_of = drafter.head.tensor_name if isinstance(drafter.head, MedusaConfig) else tensor_name
-        fill(module.checkpoint_tensors(), drafter.folder, drafter.load_format, name_of=name_of)
+        fill(checkpoint_tensors(module), drafter.folder, drafter.load_format, name_of=name_of)
         if isinstance(module, EagleHead):
             module.check(drafter.folder)
     finish(module, device)
     module.eval().requires_grad_(False)
     if isinstance(module, MedusaHeads):
         return Medusa(module, model)
+    assert isinstance(model, CausalLM)  # as was checked before its weights were read
     return Eagle(module, model, kv_caches)
+
+
+def _new_head(head: EagleConfig | MedusaConfig, model: ModelConfig, device: torch.device) -> EagleHead | MedusaHeads:
+    """Return unfilled heads for a model, in its dtype."""
+
+    def build() -> EagleHead | MedusaHeads:
+        return MedusaHeads(head) if isinstance(head, MedusaConfig) else EagleHead(head, model.max_model_len)
+
+    return new_module(build, device, torch_dtype(model.dtype))

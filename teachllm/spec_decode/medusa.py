@@ -1,148 +1,13 @@
-"""Medusa: further heads on the model's last hidden state, each guessing one token further ahead.
-
-The state from which the model predicts the next token knows something of the ones after it. Head h turns it into a
-guess of the (h + 2)th: x + silu(W x + b), a few times, then an output head. One small product per head, no layer, no
-KV; but a head does not know what the others guess.
-
-Checkpoints: vLLM's form (`blocks.*`, `lm_heads.*`) and the authors' (`0.0.linear.weight`, pickled). Text Generation
-Inference leaves out the output heads in its second version: all use the model's.
-
-Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", ICML 2024.
-"""
+"""The drafter that guesses with Medusa heads, see `models/draft_heads/medusa.py`."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from teachllm.checkpoint.json_values import JsonObject
-from teachllm.errors import ModelError
-from teachllm.layers.embedding import Embedding
-from teachllm.layers.linear import Destination, Linear
-from teachllm.models.shape import Shape
-from teachllm.spec_decode.drafter import DraftBatch, logits_of
-
-
-@dataclass(frozen=True)
-class MedusaConfig:
-    """Describe what Medusa heads are.
-
-    Attributes:
-        num_heads: that are used; a checkpoint may hold more.
-        num_lm_heads: output heads of their own: one each, one for all, or none, where all use the model's.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    num_heads: int
-    num_layers: int
-    has_bias: bool
-    num_lm_heads: int
-
-    @staticmethod
-    def parse(settings: JsonObject, stored: Collection[str], model: Shape, num_drafts: int) -> MedusaConfig:
-        """Reads it; what the authors' form leaves out is the model's.
-
-        Args:
-            settings: config.json.
-            stored: names of the checkpoint's tensors; none, if there are no weights.
-            model: that the heads were made for.
-            num_drafts: levels of drafts, each of which takes a head.
-
-        Raises:
-            ModelError: the heads are for another model or too few, or have a vocabulary of their own, or a value has a
-                wrong type.
-        """
-        is_authors = "medusa_num_heads" in settings
-        names = {_in_one_form(name) for name in stored}
-        has_heads = any(name.startswith("lm_heads.") for name in names)
-        shares_head = settings.flag("original_lm_head", bool(names) and not has_heads)
-        num_said = settings.integer("medusa_num_heads", settings.integer("num_heads", 0))
-        if not num_said:
-            raise ModelError("config.json describes no Medusa heads: it lacks 'num_heads' and 'medusa_num_heads'")
-        # The authors' config.json says 2 beside 5 stored heads.
-        found = [int(match[1]) for name in names if (match := re.match(r"blocks\.(\d+)\.", name))]
-        num_heads = max(found) + 1 if found else num_said
-        if num_heads < num_drafts:
-            raise ModelError(
-                f"it has {num_heads} heads, one for each draft: set num_speculative_tokens to {num_heads} or less, not "
-                f"to {num_drafts}"
-            )
-        for name, ours in (("hidden_size", model.hidden_size), ("vocab_size", model.vocab_size)):
-            if (theirs := settings.integer(name, ours)) != ours and not is_authors:
-                raise ModelError(f"the Medusa heads have {name}={theirs} and the model has {ours}: take its own heads")
-        if settings.integer("truncated_vocab_size", model.vocab_size) != model.vocab_size:
-            raise ModelError("Medusa heads with a truncated vocabulary are not supported: take heads with a whole one")
-        layers_key = "medusa_num_layers" if "medusa_num_layers" in settings else "num_hidden_layers"
-        num_layers = settings.integer(layers_key, 1)
-        layers = [int(match[1]) for name in names if (match := re.match(r"blocks\.\d+\.layers\.(\d+)\.", name))]
-        if layers and num_layers > max(layers) + 1:
-            raise settings.refusal(layers_key, f"at most {max(layers) + 1}, the number of layers that are stored")
-        return MedusaConfig(
-            hidden_size=model.hidden_size,
-            vocab_size=model.vocab_size,
-            num_heads=num_drafts,
-            num_layers=num_layers,
-            has_bias=is_authors or settings.flag("medusa_fc_bias", False),
-            num_lm_heads=int("lm_heads.0.weight" in names) if shares_head else num_drafts,
-        )
-
-    def tensor_name(self, name: str) -> str | None:
-        """Return a tensor's name in vLLM's form; None: it is not read, as those of further heads."""
-        name = _in_one_form(name)
-        match = re.match(r"(blocks|lm_heads)\.(\d+)\.", name)
-        num_read = {"blocks": self.num_heads, "lm_heads": self.num_lm_heads}
-        is_read = name != "token_map" if match is None else int(match[2]) < num_read[match[1]]
-        return name if is_read else None
-
-
-def _in_one_form(name: str) -> str:
-    """vLLM's; an output head that is the only one is the first."""
-    name = re.sub(r"^(medusa_heads?|model)\.", "", name)
-    if found := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):  # as Medusa's authors write
-        return f"blocks.{found[1]}.layers.{found[2]}.{found[3]}"
-    if found := re.fullmatch(r"(\d+)\.\d+\.weight", name):
-        return f"lm_heads.{found[1]}.weight"
-    return "lm_heads.0.weight" if name == "lm_head.weight" else name
-
-
-class MedusaHeads(nn.Module):
-    """The heads, and their output heads."""
-
-    def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.blocks = nn.ModuleList(
-            nn.ModuleList(Linear(size, {"linear": size}, config.has_bias) for _ in range(config.num_layers))
-            for _ in range(config.num_heads)
-        )
-        self.lm_heads = nn.ModuleList(Embedding(config.vocab_size, size) for _ in range(config.num_lm_heads))
-
-    def head(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> the same, for the output head."""
-        block = self.blocks[index]
-        assert isinstance(block, nn.ModuleList)
-        for layer in block:
-            hidden = hidden + F.silu(layer(hidden))
-        return hidden
-
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Destination]]:
-        """(name, destination) of every tensor of a checkpoint in vLLM's form."""
-        for index, block in enumerate(self.blocks):
-            assert isinstance(block, nn.ModuleList)
-            for number, layer in enumerate(block):
-                assert isinstance(layer, Linear)
-                for name, destination in layer.parts():
-                    yield f"blocks.{index}.layers.{number}.{name.removeprefix('linear.')}", destination
-        for index, lm_head in enumerate(self.lm_heads):
-            assert isinstance(lm_head, Embedding)
-            yield f"lm_heads.{index}.weight", lm_head.weight.data
+from teachllm.models.base import Model
+from teachllm.models.draft_heads.draft_logits import draft_logits
+from teachllm.models.draft_heads.medusa import MedusaHeads
+from teachllm.spec_decode.drafter import DraftBatch
 
 
 class Medusa:
@@ -158,7 +23,7 @@ class Medusa:
     has_layers = False
     reads_all_hidden = False
 
-    def __init__(self, heads: MedusaHeads, model: Any) -> None:
+    def __init__(self, heads: MedusaHeads, model: Model) -> None:
         self.heads = heads
         self.model = model
 
@@ -166,11 +31,11 @@ class Medusa:
         if not batch.num_levels:
             return
         hidden = batch.hidden.index_select(0, batch.newest)
-        own = self.heads.lm_heads
+        own = self.heads.own_heads
         rows = torch.arange(hidden.shape[0], device=hidden.device)
         for level in range(batch.num_levels):
             lm_head = own[min(level, len(own) - 1)] if len(own) else self.model
-            logits = logits_of(lm_head, self.heads.head(level, hidden))
+            logits = draft_logits(lm_head, self.heads.head(level, hidden))
             batch.push(level, logits.index_select(0, rows))  # whatever was drawn before, the guess is the same
             if level + 1 < batch.num_levels:
                 rows = rows.index_select(0, batch.parents(level))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from teachllm.distributed.layout import Layout
-from teachllm.distributed.shards import Shard, ShardDestination, shard_destination
+from teachllm.distributed.shards import Shard
+from teachllm.layers.checkpoint_tensors import TensorDestination, destination
 from teachllm.loading import random_weights
 from teachllm.loading.random_weights import fill_parts_randomly
 from tests.checkpoints import OWN, build_config, make_checkpoint
@@ -56,12 +57,12 @@ def test_a_part_is_drawn_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda size, **more: drawn.append(size) or randn(size, **more))
     whole = torch.empty(24, 12)
-    fill_parts_randomly([("weight", whole)], seed=0)
+    fill_parts_randomly([("weight", destination(whole))], seed=0)
     assert whole.std() == pytest.approx(12**-0.5, rel=0.2) and whole.unique().numel() == whole.numel()
     for rows, columns in [(Shard(1, 3), Shard()), (Shard(0, 2), Shard(2, 4)), (Shard(), Shard(1, 2))]:
         part = torch.empty(24 // rows.count, 12 // columns.count)
-        fill_parts_randomly([("weight", shard_destination(part, rows, columns))], seed=0)
+        fill_parts_randomly([("weight", destination(part, rows, columns))], seed=0)
         assert torch.equal(part, whole[rows.of(24), columns.of(12)])
     assert max(size[0] for size in drawn) == 5
     empty = torch.empty(0, 12)
-    fill_parts_randomly([("weight", ShardDestination(empty, (slice(24, 24), slice(0, 12)), (24, 12)))], seed=0)
+    fill_parts_randomly([("weight", TensorDestination(empty, (24, 12), (slice(24, 24), slice(0, 12))))], seed=0)

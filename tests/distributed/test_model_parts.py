@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM
 from teachllm.config import EngineConfig
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import ALONE, Ranks
-from teachllm.distributed.shards import ShardDestination
 from teachllm.errors import ModelError
 from teachllm.layers.embedding import Embedding
 from teachllm.loading.loader import load_model
 from teachllm.models.model_config import ModelConfig, load_model_config
-from teachllm.models.model_of_rank import model_of_rank
+from teachllm.models.own_model import model_of_rank
 from teachllm.models.stage import Stage
 from teachllm.sampling.shared_vocabulary import Columns
 from tests.checkpoints import OWN, VOCAB_SIZE, build_config, make_checkpoint
@@ -135,8 +134,8 @@ def test_rows_of_no_token_are_never_the_best() -> None:
     def work(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
         shard = ranks.shard_spec(num_kv_heads=8)
         embedding = Embedding(9, 16, shard.part, shard.group)
-        place = embedding.destination
-        assert isinstance(place, ShardDestination)
+        ((_, place),) = embedding.checkpoint_tensors("")
+        assert place.ranges is not None
         place.target.copy_(table[place.ranges])
         hidden = embedding(torch.arange(9))
         logits = embedding.logits(-100.0 * hidden)  # all are far below the 0 of an empty row

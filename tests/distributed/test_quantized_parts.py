@@ -16,9 +16,8 @@ from teachllm.distributed.layout import Layout
 from teachllm.distributed.shards import ALL, Shard
 from teachllm.errors import ModelError
 from teachllm.layers.weights.quantized_weights import Activations, part_of
-from teachllm.models.llama_config import parse
 from teachllm.models.model_config import load_model_config
-from teachllm.models.model_of_rank import model_of_rank
+from teachllm.models.own_model import model_of_rank
 from teachllm.models.sharding import stage_layers
 from tests.checkpoints import build_config, make_checkpoint
 from tests.distributed.test_model_parts import run
@@ -103,7 +102,9 @@ def test_what_quantization_saves_is_counted_at_the_stage_that_has_it(unquantized
     config = EngineConfig(model=str(tmp_path / "quantized"), dtype="bfloat16")
     layout, whole = Layout(1, 2), load_model_config(config, "cuda")
     first, last = (model_of_rank(whole, layout.coords(rank)) for rank in range(2))
-    assert stage_layers(parse(whole.raw), 2)[1] == range(2, 3)
+    assert whole.spec is not None and stage_layers(whole.spec, whole.vocab_size * whole.hidden_size, 2)[1] == range(
+        2, 3
+    )
     assert last.active_bytes == 2 * last.num_active_parameters and last.num_w8a8_parameters == 0
     assert first.active_bytes + last.active_bytes == whole.active_bytes < 2 * whole.num_active_parameters
     assert first.num_w8a8_parameters == whole.num_w8a8_parameters > 0

@@ -28,7 +28,7 @@ from teachllm.distributed.shards import spread
 from teachllm.distributed.step_bytes import Counts, expected_rows, step_bytes
 from teachllm.models import moe as models_moe
 from teachllm.models.model_config import ModelConfig, load_model_config
-from teachllm.models.model_of_rank import model_of_rank
+from teachllm.models.own_model import model_of_rank
 from teachllm.sampling.shared_filters import num_told
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling_params import FILTERS, PENALTIES

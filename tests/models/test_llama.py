@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from teachllm.layers.attention import AttentionMetadata
-from teachllm.models import llama
+from teachllm.models import llama_fast_paths
 from teachllm.models.llama import LlamaLayer
 from teachllm.models.llama_config import parse
 from tests.bench.h200_script import h200
@@ -31,11 +31,11 @@ def test_a_part_of_several_decodes_is_not_one_decode(
         return raise_taken
 
     shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    layer = LlamaLayer(parse(h200.SHAPES["qwen3-0.6b"] | shape | {"intermediate_size": 96}), None)
-    monkeypatch.setattr(llama, "decode_one_row", take("one decode"))
+    layer = LlamaLayer(parse(h200.SHAPES["qwen3-0.6b"] | shape | {"intermediate_size": 96}), 0)
+    monkeypatch.setattr(llama_fast_paths, "decode_one_row", take("one decode"))
     monkeypatch.setattr(layer.self_attn, "forward", take("any"))
     none = torch.zeros(0, dtype=torch.int32)
     metadata = AttentionMetadata(none, none, none, torch.zeros(num_rows, dtype=torch.int64), [], [], is_fused=True)
     residual = None if num_rows == 1 else torch.zeros(num_rows, 64)
     with pytest.raises(Taken, match=way):
-        layer(torch.zeros(x_shape), residual, (none, none), (none, none), metadata)
+        layer.execute(torch.zeros(x_shape), residual, (none, none), (none, none), metadata)

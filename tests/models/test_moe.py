@@ -16,8 +16,8 @@ from teachllm.errors import ModelError
 from teachllm.layers import moe
 from teachllm.layers.moe import Experts, route
 from teachllm.loading.loader import load_model
-from teachllm.models.llama import LlamaForCausalLM
-from teachllm.models.llama_config import parse
+from teachllm.models import build
+from teachllm.models.decoder import CausalLM
 from teachllm.models.model_config import ModelConfig, load_model_config
 from tests.checkpoints import build_model, make_checkpoint
 from tests.models.flat_batch import logits_by_schedule
@@ -178,11 +178,10 @@ def test_quantized_experts_are_refused_before_a_weight_is_read(
     assert architecture in message and "takes no quantized weights" in message and "unquantized checkpoint" in message
 
 
-def on_meta(folder: Path) -> LlamaForCausalLM:
+def on_meta(folder: Path) -> CausalLM:
     """Return the model of a folder with weights that are sizes only."""
     description = load_model_config(EngineConfig(model=str(folder), load_format="dummy"))
-    with torch.device("meta"):
-        return LlamaForCausalLM(parse(description.raw), description.max_model_len)
+    return build.build_model(description, build.NOWHERE)
 
 
 def test_an_absent_key_means_what_it_means_to_the_family(tmp_path: Path) -> None:

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from teachllm.config import EngineConfig
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.errors import ModelError
-from teachllm.models.llama import LlamaForCausalLM
-from teachllm.models.llama_config import LlamaConfig, parse
-from teachllm.models.llama_shape import peak_width
+from teachllm.models.build import NOWHERE, build_model
+from teachllm.models.decoder import CausalLM
 from teachllm.models.model_config import ModelConfig, load_model_config
-from teachllm.models.model_of_rank import model_of_rank
-from teachllm.models.sharding import of_rank, stage_layers
+from teachllm.models.own_model import model_of_rank
+from teachllm.models.sharding import stage_layers
 from tests.checkpoints import OWN, build_config
 from tests.thorough import THOROUGH
 
@@ -38,17 +36,16 @@ def described(folder: Path, name: str, device_type: str = "cuda", **changes: Any
     return load_model_config(EngineConfig(model=str(folder), load_format="dummy"), device_type)
 
 
-def part(model: ModelConfig, layout: Layout, rank: int) -> LlamaForCausalLM:
+def part(model: ModelConfig, layout: Layout, rank: int) -> CausalLM:
     """Its weights are sizes only."""
-    with torch.device("meta"):
-        return LlamaForCausalLM(parse(model.raw), model.max_model_len, ranks=Ranks(layout.coords(rank)))
+    return build_model(model, NOWHERE, ranks=Ranks(layout.coords(rank)))
 
 
 @pytest.mark.parametrize("name", OWN if THOROUGH else ["qwen2", "qwen3", "qwen3_moe", "mixtral"])
 def test_a_rank_has_the_bytes_that_were_predicted(name: str, tmp_path: Path) -> None:
     model = described(tmp_path, name)
     for layout in LAYOUTS:
-        experts = parse(model.raw).moe
+        experts = model.experts
         if layout.spreads_experts and (experts is None or experts.num_experts % layout.tensor):
             continue
         for rank in range(layout.num_ranks):
@@ -78,22 +75,23 @@ def test_a_cpu_holds_a_tied_head_twice_where_one_stage_has_both_ends(tmp_path: P
         assert model_of_rank(model, place).weight_bytes - model_of_rank(gpu, place).weight_bytes == twice
 
 
-def test_whole_experts_are_as_wide_on_a_rank_as_on_all(tmp_path: Path) -> None:
-    config = parse(described(tmp_path, "qwen3_moe", moe_intermediate_size=4096).raw)
-    whole, cut = (of_rank(config, Layout(2, 1, spreads).coords(1)) for spreads in (True, False))
-    assert peak_width(whole) - peak_width(cut) == 3 * 2048  # a token's three experts may all be one rank's
-
-
 def test_an_intermediate_size_that_no_layer_has_need_not_be_shared(tmp_path: Path) -> None:
     all_sparse: dict[str, Any] = {"intermediate_size": 97, "mlp_only_layers": []}
-    of_rank(parse(described(tmp_path, "qwen3_moe", **all_sparse).raw), Layout(2, 1).coords(0))
+    model_of_rank(described(tmp_path, "qwen3_moe", **all_sparse), Layout(2, 1).coords(0))
     with pytest.raises(ModelError, match=r"does not divide the model's intermediate_size \(97\): set tensor"):
-        of_rank(parse(described(tmp_path, "qwen3_moe", intermediate_size=97).raw), Layout(2, 1).coords(0))
+        model_of_rank(described(tmp_path, "qwen3_moe", intermediate_size=97), Layout(2, 1).coords(0))
 
 
-def slowest(config: LlamaConfig, stages: list[range]) -> int:
-    costs = [2 * sum(map(config.num_active_of, stage)) for stage in stages]  # weights, and as much of KV
-    return max(*costs[:-1], costs[-1] + config.vocab_size * config.hidden_size)
+def stages_of(model: ModelConfig, num_stages: int) -> list[range]:
+    assert model.spec is not None
+    return stage_layers(model.spec, model.vocab_size * model.hidden_size, num_stages)
+
+
+def slowest(model: ModelConfig, stages: list[range]) -> int:
+    assert model.spec is not None
+    layers = model.spec.layers
+    costs = [2 * sum(layers[i].num_active_parameters for i in stage) for stage in stages]  # weights, and as much of KV
+    return max(*costs[:-1], costs[-1] + model.vocab_size * model.hidden_size)
 
 
 @pytest.mark.parametrize("sparse", ["", "all", "first half", "every third"])
@@ -101,8 +99,8 @@ def slowest(config: LlamaConfig, stages: list[range]) -> int:
 def test_no_other_stages_would_be_faster(sparse: str, num_stages: int, tmp_path: Path) -> None:
     dense = {"": range(12), "all": [], "first half": range(6, 12), "every third": [i for i in range(12) if i % 3]}
     more: dict[str, Any] = {"num_hidden_layers": 12, "mlp_only_layers": list(dense[sparse]), "layer_types": None}
-    config = parse(described(tmp_path, "qwen3_moe", moe_intermediate_size=300, vocab_size=700, **more).raw)
-    stages = stage_layers(config, num_stages)
+    config = described(tmp_path, "qwen3_moe", moe_intermediate_size=300, vocab_size=700, **more)
+    stages = stages_of(config, num_stages)
     assert [i for stage in stages for i in stage] == list(range(12)) and all(stages)
     ways = ([0, *cuts, 12] for cuts in combinations(range(1, 12), num_stages - 1))
     least = min(slowest(config, [range(*each) for each in pairwise(way)]) for way in ways)
@@ -110,5 +108,5 @@ def test_no_other_stages_would_be_faster(sparse: str, num_stages: int, tmp_path:
 
 
 def test_equal_layers_are_shared_equally_and_the_last_stage_has_fewer(tmp_path: Path) -> None:
-    config = parse(described(tmp_path, "llama2", num_hidden_layers=11, vocab_size=128).raw)
-    assert [len(stage) for stage in stage_layers(config, 3)] == [4, 4, 3]
+    model = described(tmp_path, "llama2", num_hidden_layers=11, vocab_size=128)
+    assert [len(stage) for stage in stages_of(model, 3)] == [4, 4, 3]

@@ -15,7 +15,7 @@ from teachllm.distributed.group import Counts
 from teachllm.distributed.layout import layout_of
 from teachllm.distributed.step_bytes import step_bytes
 from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
-from teachllm.models.model_of_rank import model_of_rank
+from teachllm.models.own_model import model_of_rank
 from teachllm.sampling.shared_filters import MOST_CANDIDATES
 
 

@@ -19,7 +19,7 @@ from teachllm.checkpoint.json_values import JsonObject, shown
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
 from teachllm.models.llama_config import MOST_LAYERS
-from teachllm.models.registry import LAYER_TYPES, SUPPORTED
+from teachllm.models.registry import LAYER_TYPES, supported
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
@@ -108,11 +108,11 @@ def create(config: Any, trust_remote_code: bool, implementation: str) -> Any:
         name = config.architectures[0]
         # Older model code looks the name up in a table of its own.
         if isinstance(error, KeyError) and error.args == (implementation,):
-            raise ModelError(f"{name} is not supported: {NO_INTERFACE}; {SUPPORTED}") from error
+            raise ModelError(f"{name} is not supported: {NO_INTERFACE}; {supported()}") from error
         key = _culprit(config, trust_remote_code, implementation)
         value = "" if key is None else f" with {key}={shown(getattr(config, key))}"
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ModelError(f"config.json: transformers cannot make a {name}{value} ({reason}); {SUPPORTED}") from error
+        raise ModelError(f"config.json: transformers cannot make a {name}{value} ({reason}); {supported()}") from error
 
 
 def _create(config: Any, trust_remote_code: bool, implementation: str) -> Any:

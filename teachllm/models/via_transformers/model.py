@@ -26,7 +26,8 @@ from teachllm.layers.attention import Attention, AttentionMetadata, paged_attent
 from teachllm.models.base import AuxOut, PagedKV
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.moe_config import MoeConfig
-from teachllm.models.registry import SUPPORTED
+from teachllm.models.registry import supported
+from teachllm.models.shape import Shape
 from teachllm.models.via_transformers import rehearsal
 from teachllm.models.via_transformers.config import create, read_config
 from teachllm.models.via_transformers.rehearsal import Rehearsal
@@ -67,7 +68,7 @@ def load_transformers_model(
         _check_loaded(info, folder, {} if config.load_format == "pt" else stored_tensors(folder))
     model = model.to(device).eval()
     _check_rehearsal(model, model_config)
-    return TransformersModel(model, model_config.windows)
+    return TransformersModel(model, model_config)
 
 
 def _check_loaded(info: dict[str, Any], folder: Path, stored: Mapping[str, StoredTensor]) -> None:
@@ -99,7 +100,7 @@ def _check_rehearsal(model: Any, model_config: ModelConfig) -> None:
     if found != expected:
         raise ModelError(
             f"{type(model).__name__} is not supported: its layers have {found}, where config.json means {expected}; "
-            f"{SUPPORTED}"
+            f"{supported()}"
         )
 
 
@@ -120,12 +121,13 @@ class TransformersModel(nn.Module):
     fuses_decodes = False
     experts: MoeConfig | None = None
 
-    def __init__(self, model: Any, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, model: Any, shape: Shape) -> None:
         super().__init__()
         self.base = model.base_model
         setattr(model, model.base_model_prefix, _Given())
         self.head = model
-        self._layers = [Attention(0.0, window) for window in windows]  # a call says its scale
+        heads = (shape.num_kv_heads, shape.head_size)
+        self._layers = [Attention(0.0, *heads, window) for window in shape.windows]  # a call says its scale
         self.attentions = nn.ModuleList(self._layers)
         self._handed = _Handed()
         for module in rehearsal.attention_modules(self.base):

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from teachllm.errors import ModelError
-from teachllm.models.registry import SUPPORTED
+from teachllm.models.registry import supported
 
 IMPLEMENTATION = "teachllm_rehearsal"
 # What models pass to attention besides q, k, v and the mask, and what has no effect here. That a layer has a window is
@@ -148,7 +148,7 @@ def _failures_said(model: Any) -> Iterator[None]:
 
 
 def _unsupported(model: Any, why: str) -> ModelError:
-    return ModelError(f"{type(model).__name__} is not supported: {why}; {SUPPORTED}")
+    return ModelError(f"{type(model).__name__} is not supported: {why}; {supported()}")
 
 
 def attention_modules(model: nn.Module) -> list[Any]:

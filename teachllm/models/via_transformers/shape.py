@@ -14,7 +14,7 @@ from teachllm.checkpoint.files import StoredTensor, tensors_to_load, wrong_shape
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
-from teachllm.models.registry import SUPPORTED, architecture_of, check_features
+from teachllm.models.registry import architecture_of, check_features, supported
 from teachllm.models.shape import Shape
 from teachllm.models.via_transformers.config import NO_INTERFACE, OPTIONAL_SIZES, SIZES, create, read_config
 from teachllm.models.via_transformers.model import TransformersModel, register
@@ -34,17 +34,17 @@ def shape(folder: Path, engine_config: EngineConfig) -> Shape:
     check_features(config.to_dict(), name)
     for key in (*SIZES, *OPTIONAL_SIZES):
         if not isinstance(value := _single(config, key), int) and not (value is None and key in OPTIONAL_SIZES):
-            raise ModelError(f"{name} is not supported: its configuration has no single {key}; {SUPPORTED}")
+            raise ModelError(f"{name} is not supported: its configuration has no single {key}; {supported()}")
     stored = tensors_to_load(folder, engine_config.load_format)
     _check_num_layers(config, stored)
     with torch.device("meta"):
         model = create(config, trust_remote_code, IMPLEMENTATION).eval()
     _check_sizes(model, stored)
     if not (model._supports_attention_backend and model._can_set_attn_implementation()):
-        raise ModelError(f"{name} is not supported: {NO_INTERFACE}; {SUPPORTED}")
+        raise ModelError(f"{name} is not supported: {NO_INTERFACE}; {supported()}")
     attentions = attention_modules(model)
     if len(attentions) != config.num_hidden_layers or not all(m.is_causal for m in attentions):
-        raise ModelError(f"{name} is not supported: it needs one causal self-attention per layer; {SUPPORTED}")
+        raise ModelError(f"{name} is not supported: it needs one causal self-attention per layer; {supported()}")
     num_layers = config.num_hidden_layers
     found = rehearse(model, num_layers)
     num_kv_heads, head_size = found.kv_shape or _kv_shape(config, attentions[0])
@@ -97,11 +97,11 @@ def _check_sizes(model: Any, stored: Mapping[str, StoredTensor]) -> None:
 
 def _check_head(model: Any, shape: Shape) -> None:
     try:
-        TransformersModel(model, shape.windows).logits(torch.empty(1, shape.hidden_size, device="meta"))
+        TransformersModel(model, shape).logits(torch.empty(1, shape.hidden_size, device="meta"))
     except Exception as error:
         name = type(model).__name__
         raise ModelError(
-            f"{name} is not supported: its output head does not run alone ({error}); {SUPPORTED}"
+            f"{name} is not supported: its output head does not run alone ({error}); {supported()}"
         ) from error
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from teachllm.checkpoint.files import StoredTensor, read_json, stored_tensors
 from teachllm.errors import ModelError
-from teachllm.models.registry import OWN, architecture_of
+from teachllm.models.registry import architecture_of, is_own
 from teachllm.models.tensor_names import renaming
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -124,7 +124,7 @@ def renamed(folder: Path, stored: Mapping[str, StoredTensor]) -> Callable[[str],
         stored: the checkpoint's tensors.
     """
     raw = read_json(folder / "config.json")
-    if architecture_of(raw) not in OWN:
+    if not is_own(architecture_of(raw)):
         return str
     return renaming(stored, raw.get("tie_word_embeddings") is True)
 

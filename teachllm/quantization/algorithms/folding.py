@@ -5,14 +5,15 @@
     norm -> gate, up      as Q, K and V
     up -> gate * up -> down   rows of up
 
-Who shares an input, and which norm it comes from, is found by running the block. That the block still computes the
-same is tried out as well: there are norms that add 1 to their weights, and blocks that put norms elsewhere.
+Who shares an input, and which norm it comes from, is found by running the block. Which other linear layer an input
+comes from is tried out, and so is whether the block still computes the same: there are norms that add 1 to their
+weights, and blocks that put norms elsewhere.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch import nn
 
 from teachllm.quantization.algorithms.blocks import DecoderBlock
 
-_LINEAR_SOURCES = {"o_proj": "v_proj", "down_proj": "up_proj"}
 _TOLERANCE = 1e-3
 
 
@@ -59,9 +59,10 @@ def groups_of(block: DecoderBlock, hidden: torch.Tensor) -> list[LayerGroup]:
     Args:
         hidden: [1, seq_len, hidden_size], any.
     """
-    found = []
+    found: list[LayerGroup] = []
     for group in sharing(block, hidden):
-        for candidate in _candidates(block, group):
+        before = [name for each in found for name in each.names]
+        for candidate in _candidates(block, group, before):
             if _keeps_output(block, candidate, hidden):
                 found.append(candidate)
                 break
@@ -148,19 +149,31 @@ def sharing(block: DecoderBlock, hidden: torch.Tensor) -> list[LayerGroup]:
     ]
 
 
-def _candidates(block: DecoderBlock, group: LayerGroup) -> list[LayerGroup]:
-    """Ways in which a group might be folded."""
+def _candidates(block: DecoderBlock, group: LayerGroup, before: Sequence[str]) -> list[LayerGroup]:
+    """Return ways in which a group might be folded: into its norm, or into a layer of the same module before it.
+
+    Args:
+        before: the linear layers that have run, of which the last ones are the likeliest sources.
+    """
     if group.source is not None:
         return [group]
-    parent, _, last = group.names[0].rpartition(".")
-    source = f"{parent}.{_LINEAR_SOURCES.get(last)}".removeprefix(".")
-    layers = block.linears()
-    if len(group.names) > 1 or source not in layers:
+    if len(group.names) > 1:
         return []
-    if layers[source].out_features == layers[group.names[0]].in_features:
-        return [LayerGroup(group.names, source)]
-    head_size = getattr(block.module.get_submodule(parent), "head_dim", None)
-    return [LayerGroup(group.names, source, head_size)] if head_size else []
+    parent, layers = group.names[0].rpartition(".")[0], block.linears()
+    num_in, head_size = (
+        layers[group.names[0]].in_features,
+        getattr(block.module.get_submodule(parent), "head_dim", None),
+    )
+    found = []
+    for source in reversed(before):
+        size = layers[source].out_features
+        if source.rpartition(".")[0] != parent or num_in % size:
+            continue
+        if size == num_in:
+            found.append(LayerGroup(group.names, source))
+        elif head_size:
+            found.append(LayerGroup(group.names, source, head_size))
+    return found
 
 
 def _keeps_output(block: DecoderBlock, group: LayerGroup, hidden: torch.Tensor) -> bool:

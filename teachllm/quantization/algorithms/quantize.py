@@ -16,7 +16,7 @@ import torch
 from teachllm.checkpoint.files import find_folder, quantization_config, read_json, stored_tensors
 from teachllm.errors import ModelError
 from teachllm.layers.weights.quantized_weights import GroupedWeight, Quantized, ScaledWeight
-from teachllm.models.registry import DENSE, architecture_of
+from teachllm.models.registry import architecture_of, family_of, is_own
 from teachllm.quantization.algorithms import blocks, folding, methods, write
 from teachllm.quantization.algorithms.blocks import DecoderBlock
 from teachllm.quantization.algorithms.recipe import Recipe
@@ -74,11 +74,13 @@ def check(model: str, recipes: Sequence[Recipe], for_other_engines: bool | None 
     """
     folder = find_folder(model)
     check_unquantized(folder)
-    architecture = architecture_of(read_json(folder / "config.json"))
-    if architecture not in DENSE and not for_other_engines:
+    raw = read_json(folder / "config.json")
+    architecture = architecture_of(raw)
+    is_taken = is_own(architecture) and family_of(architecture).parse(raw).experts is None
+    if not is_taken and not for_other_engines:
         cannot = f"{architecture} takes no quantized weights in this engine"
         if for_other_engines is None:
-            raise ModelError(f"{cannot}, so there is nothing to measure: take one of {', '.join(DENSE)}")
+            raise ModelError(f"{cannot}, so there is nothing to measure: take a model that `teachllm info` accepts")
         raise ModelError(f"{cannot}: add --for-other-engines to write it for those that do")
     layers = [
         (f"{block.name}.{name}", layer.out_features, layer.in_features)

@@ -27,7 +27,7 @@ from teachllm.layers.dtypes import torch_dtype
 from teachllm.loading.loader import load_model
 from teachllm.models.base import Model
 from teachllm.models.model_config import ModelConfig
-from teachllm.models.model_of_rank import model_of_rank
+from teachllm.models.own_model import model_of_rank
 from teachllm.models.stage import Stage
 from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling.shared_vocabulary import Columns

@@ -23,9 +23,9 @@ from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError, format_bytes
 from teachllm.layers.attention_backends import selection
 from teachllm.layers.dtypes import dtype_bytes
+from teachllm.models.draft_heads.medusa import MedusaConfig
 from teachllm.models.model_config import ModelConfig
 from teachllm.spec_decode.load import DrafterConfig
-from teachllm.spec_decode.medusa import MedusaConfig
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.gpu.cuda_graphs import GraphSizes
 from teachllm.worker.gpu.device_batch import DeviceBatch
@@ -97,7 +97,7 @@ def _drafter_width(config: EngineConfig, drafter: DrafterConfig | None, device: 
         return 0
     if drafter.head is None:
         return _width(config, drafter.model, device)
-    return drafter.head.peak_width(_is_gated(config, drafter.model, device))
+    return 0
 
 
 def _width(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:

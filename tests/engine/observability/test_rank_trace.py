@@ -21,7 +21,7 @@ from teachllm.engine.engine_core import _seconds_of
 from teachllm.engine.fork import fork, fork_config
 from teachllm.engine.llm_engine import Engine
 from teachllm.models.model_config import load_model_config
-from teachllm.models.model_of_rank import model_of_rank
+from teachllm.models.own_model import model_of_rank
 from teachllm.trace.ranks import rank_figures, spans_of
 from teachllm.trace.reader import Trace, parse_trace
 from teachllm.trace.recorder import Recorder, StepTimestamps

@@ -19,7 +19,7 @@ from teachllm.engine import make_core
 from teachllm.layers import attention
 from teachllm.layers.attention_backends.triton import TritonBackend
 from teachllm.layers.embedding import Embedding
-from teachllm.models.llama import LlamaForCausalLM
+from teachllm.models.decoder import CausalLM
 from teachllm.sampling import sampler
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.gpu import gpu_model_runner
@@ -95,7 +95,7 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, name, value)
     patch.setattr(attention, "kv_write_cpu", kv_write_triton)
     patch.setattr(Embedding, "_raw_logits", Embedding._float32_logits)
-    patch.setattr(LlamaForCausalLM, "fuses_decodes", False)
+    patch.setattr(CausalLM, "fuses_decodes", False)
     # A launch is as large as the GPU, its work as small as a test.
     patch.setattr(decode_plan, "_MULTIPROCESSORS", times(2, 8))
     patch.setattr(DecodePlan, "fuses", lambda plan, num_seqs: False)

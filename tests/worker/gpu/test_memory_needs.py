@@ -17,7 +17,7 @@ from teachllm.distributed.ranks import Ranks
 from teachllm.layers.attention_backends import selection
 from teachllm.loading.loader import new_module
 from teachllm.models.model_config import load_model_config
-from teachllm.models.model_of_rank import model_of_rank
+from teachllm.models.own_model import model_of_rank
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.spec_decode.eagle import Eagle, EagleHead
 from teachllm.spec_decode.eagle_config import EagleConfig

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.models.llama_config import LlamaConfig, parse
-from teachllm.models.registry import DENSE
+from teachllm.models.llama_config import DENSE, LlamaConfig, parse
 from teachllm.models.shape import Shape
+from teachllm.models.spec import PagedSpec
 
 # Tensors of which the others, or the model's own, say the same.
 _NOT_READ = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight)$")
@@ -61,24 +61,18 @@ class EagleConfig:
 
     @property
     def num_ids(self) -> int:
-        """That it can guess among."""
+        """Return the number of ids that it can guess among."""
         return self.draft_vocab_size if self.has_head else self.llama.vocab_size
 
-    def peak_width(self, is_gated: bool) -> int:
-        """Return the elements that a token of a step keeps alive beside the model's output.
+    @property
+    def num_heads(self) -> int:
+        """Return the number of query heads of its layer."""
+        return self.llama.num_heads
 
-        The same of the model: `llama_shape.peak_width`.
-        """
-        llama, size = self.llama, self.llama.hidden_size
-        num_fused = len(self.feature_layers)
-        fusing = (num_fused * (2 + self.fc_norm + self.norm_before_fc) + 1) * size
-        heads_size = llama.num_heads * llama.head_size
-        attending = heads_size + 2 * llama.num_kv_heads * llama.head_size + heads_size
-        if self.is_third:  # of embedding and feature, side by side
-            attending += 2 * size
-        mlp = size + (1 if is_gated else 3) * llama.intermediate_size
-        # All the way: the embedding, the residual stream, and the feature or what a norm made of it.
-        return max(fusing, 2 * llama.head_size + 3 * size + max(attending, mlp))
+    @property
+    def kept(self) -> PagedSpec:
+        """Return what its layer keeps per token."""
+        return PagedSpec(self.llama.num_kv_heads, self.llama.head_size, self.llama.windows[0])
 
     @staticmethod
     def parse(settings: JsonObject, stored: Collection[str], model: Shape) -> EagleConfig:
