@@ -15,6 +15,7 @@ from teachllm.engine.capacity import num_undisturbed
 from teachllm.engine.make_core import check_ranks
 from teachllm.engine.replicas.replica import replica_devices, share_of_threads
 from teachllm.errors import counted
+from teachllm.models.build import describe
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.own_model import model_of_rank
 from teachllm.quantization.formats.layer_schemes import quantization_of
@@ -109,9 +110,7 @@ def _quantization_rows(model: ModelConfig, device: torch.device) -> list[Row]:
         return []
     takes = f"layers take {format_bytes(model.active_bytes)}"
     found = quantization_of(model.raw, Path(model.path), None, None)
-    names = () if found is None or model.spec is None else model.spec.projections
-    schemes = (scheme for name in names if found is not None and (scheme := found.schemes(name)) is not None)
-    scheme = next(schemes, None)
+    scheme = None if found is None else next(filter(None, map(found.schemes, describe(model.raw).projections)), None)
     what = model.quantization if scheme is None else f"{model.quantization}: {scheme}"
     if device.type == "cpu":
         takes += f": a CPU multiplies dequantized weights, in {model.dtype}"

@@ -75,8 +75,9 @@ def build_model(
     check_shared(config, layout)
     layers = range(config.num_layers)
     if layout.pipeline > 1:
-        assert model.spec is not None
-        layers = stage_layers(model.spec, config.vocab_size * config.hidden_size, layout.pipeline)[ranks.coords.stage]
+        layers = stage_layers(describe(model.raw), config.vocab_size * config.hidden_size, layout.pipeline)[
+            ranks.coords.stage
+        ]
     part = Part(layers, model.max_model_len, schemes, ranks)
     family = family_of(model.architecture)
     built: CausalLM = new_module(lambda: family.build(config, part), device, torch_dtype(model.dtype))

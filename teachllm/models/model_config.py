@@ -6,7 +6,7 @@ arithmetic needs is known here, before a weight is allocated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from teachllm.models.shape import Shape
 from teachllm.models.tensor_names import HEAD
 
 if TYPE_CHECKING:
-    from teachllm.models.spec import ModelSpec
     from teachllm.quantization.formats.layer_schemes import Quantization
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -51,7 +50,6 @@ class ModelConfig(Shape):
         raw: config.json, with `EngineConfig.hf_overrides`.
         kv_cache_dtype: as `EngineConfig.kv_cache_dtype`.
         first_layer: the index in the whole model of the first layer; of a rank that has a later stage not 0.
-        spec: of a model that runs on this project's code: of the whole, or of a rank's part.
     """
 
     path: str
@@ -71,7 +69,6 @@ class ModelConfig(Shape):
     raw: dict[str, Any]
     kv_cache_dtype: str = "auto"
     first_layer: int = 0
-    spec: ModelSpec | None = field(default=None, repr=False)
 
     @property
     def has_experts(self) -> bool:
@@ -110,7 +107,6 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
     implementation = _implementation(architecture, config.model_impl)
     quantization = _quantization(config, raw, folder, implementation, None)
     stored_dtype(raw)
-    spec: ModelSpec | None = None
     # Imported here: both load torch, and transformers takes seconds.
     if implementation == "teachllm":
         from teachllm.models.build import parse_config
@@ -121,7 +117,7 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
                 f"{architecture} takes no quantized weights, as experts have no kernel for them: take its unquantized "
                 "checkpoint, and leave quantization out"
             )
-        raw, shape, spec, stored = describe_own(folder, raw, config.load_format)
+        raw, shape, stored = describe_own(folder, raw, config.load_format)
     else:
         from teachllm.models.via_transformers import shape as via_transformers_shape
 
@@ -139,7 +135,7 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
     recommended = read_generation_config(config, folder)
     eos_token_ids = recommended.token_ids("eos_token_id") if recommended.has("eos_token_id") else shape.eos_token_ids
     num_parameters, size = shape.num_parameters, DTYPE_BYTES[dtype]
-    if stored and spec is None:
+    if stored and implementation == "transformers":
         num_parameters = sum(t.num_elements for t in stored.values())
         if shape.tied and HEAD in stored:
             num_parameters -= stored[HEAD].num_elements
@@ -164,9 +160,8 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         generation_defaults=generation_defaults(config, recommended),
         raw=raw,
         kv_cache_dtype=config.kv_cache_dtype,
-        spec=spec,
     )
-    if spec is None:
+    if implementation == "transformers":
         return found
     from teachllm.models.own_model import with_bytes  # loads torch
 

@@ -29,8 +29,8 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 def describe_own(
     folder: Path, raw: dict[str, Any], load_format: str
-) -> tuple[dict[str, Any], Shape, ModelSpec, dict[str, StoredTensor]]:
-    """Return (config.json, the model's shape, its spec, the stored tensors by this project's names).
+) -> tuple[dict[str, Any], Shape, dict[str, StoredTensor]]:
+    """Return (config.json, the model's shape, the stored tensors by this project's names).
 
     Args:
         raw: config.json, which is corrected where it says that the output head is the embedding and it is not.
@@ -72,7 +72,7 @@ def describe_own(
         fixed_peak_width=0,
         experts=config.experts,
     )
-    return raw, shape, spec, named
+    return raw, shape, named
 
 
 def with_bytes(model: ModelConfig) -> ModelConfig:
@@ -108,7 +108,6 @@ def _described(model: ModelConfig, coords: RankCoords) -> ModelConfig:
     num_bytes = spec.num_bytes
     if on_cpu and built.lm_head is not None and built.lm_head is built.embed_tokens:
         num_bytes += built.lm_head.weight.nbytes  # by rows for look-ups, and packed for logits
-    assert model.spec is not None
     return replace(
         model,
         num_layers=len(spec.layers),

@@ -16,6 +16,7 @@ from teachllm.distributed.layout import Layout
 from teachllm.distributed.shards import ALL, Shard
 from teachllm.errors import ModelError
 from teachllm.layers.weights.quantized_weights import Activations, part_of
+from teachllm.models.build import describe
 from teachllm.models.model_config import load_model_config
 from teachllm.models.own_model import model_of_rank
 from teachllm.models.sharding import stage_layers
@@ -102,9 +103,7 @@ def test_what_quantization_saves_is_counted_at_the_stage_that_has_it(unquantized
     config = EngineConfig(model=str(tmp_path / "quantized"), dtype="bfloat16")
     layout, whole = Layout(1, 2), load_model_config(config, "cuda")
     first, last = (model_of_rank(whole, layout.coords(rank)) for rank in range(2))
-    assert whole.spec is not None and stage_layers(whole.spec, whole.vocab_size * whole.hidden_size, 2)[1] == range(
-        2, 3
-    )
+    assert stage_layers(describe(whole.raw), whole.vocab_size * whole.hidden_size, 2)[1] == range(2, 3)
     assert last.active_bytes == 2 * last.num_active_parameters and last.num_w8a8_parameters == 0
     assert first.active_bytes + last.active_bytes == whole.active_bytes < 2 * whole.num_active_parameters
     assert first.num_w8a8_parameters == whole.num_w8a8_parameters > 0

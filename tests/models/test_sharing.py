@@ -14,7 +14,7 @@ from teachllm.config import EngineConfig
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.errors import ModelError
-from teachllm.models.build import NOWHERE, build_model
+from teachllm.models.build import NOWHERE, build_model, describe
 from teachllm.models.decoder import CausalLM
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.own_model import model_of_rank
@@ -83,13 +83,11 @@ def test_an_intermediate_size_that_no_layer_has_need_not_be_shared(tmp_path: Pat
 
 
 def stages_of(model: ModelConfig, num_stages: int) -> list[range]:
-    assert model.spec is not None
-    return stage_layers(model.spec, model.vocab_size * model.hidden_size, num_stages)
+    return stage_layers(describe(model.raw), model.vocab_size * model.hidden_size, num_stages)
 
 
 def slowest(model: ModelConfig, stages: list[range]) -> int:
-    assert model.spec is not None
-    layers = model.spec.layers
+    layers = describe(model.raw).layers
     costs = [2 * sum(layers[i].num_active_parameters for i in stage) for stage in stages]  # weights, and as much of KV
     return max(*costs[:-1], costs[-1] + model.vocab_size * model.hidden_size)
 

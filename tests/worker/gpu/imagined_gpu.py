@@ -17,9 +17,8 @@ from teachllm.layers.linear import Linear
 from teachllm.layers.moe import Experts
 from teachllm.layers.weights.dense_weight import DenseWeight
 from teachllm.layers.weights.scheme import UNQUANTIZED
-from teachllm.loading.loader import finish, new_module
-from teachllm.models.llama import LlamaForCausalLM
-from teachllm.models.llama_config import parse
+from teachllm.loading.loader import finish
+from teachllm.models.build import NOWHERE, build_model
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.quantization.formats.layer_schemes import on_the_fly
 from teachllm.sampling.shared_vocabulary import Columns
@@ -31,8 +30,6 @@ from teachllm.worker.kv_cache import (
     attention_needs,
 )
 from tests.bench.h200_script import h200
-
-NOWHERE = torch.device("meta")
 
 
 class NoLaunch:
@@ -69,8 +66,7 @@ def make_runner(config: EngineConfig, model: ModelConfig, tree: DraftTree | None
     runner._attention = GPUAttention(attention_needs(config, model), runner._backend, runner._batch, 1)
     runner._drafting = None
     schemes = UNQUANTIZED if config.quantization is None else on_the_fly(config.quantization).schemes
-    shape, length = parse(model.raw), model.max_model_len
-    runner.model = new_module(lambda: LlamaForCausalLM(shape, length, schemes, ranks), NOWHERE, torch.bfloat16)
+    runner.model = build_model(model, NOWHERE, schemes, ranks)
     return runner
 
 

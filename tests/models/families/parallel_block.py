@@ -1,0 +1,166 @@
+"""A toy family in one file: a parallel block, LayerNorm, interleaved rotary embedding, a norm with a weight per head
+of Q and K, a logit scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from teachllm.checkpoint.json_values import JsonObject
+from teachllm.distributed.ranks import ShardSpec
+from teachllm.distributed.shards import ALL, Shard
+from teachllm.layers.attention import Attention, AttentionMetadata, write_kv
+from teachllm.layers.checkpoint_tensors import TensorDestination, destination
+from teachllm.layers.linear import Linear
+from teachllm.layers.rotary import RotaryConfig, inverse_frequencies
+from teachllm.layers.weights.scheme import Schemes
+from teachllm.models.base import Angles, PagedKV
+from teachllm.models.decoder import CausalLM, DecoderLayer
+from teachllm.models.family import DecoderConfig, Family, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(DecoderConfig):
+    """One model of the family."""
+
+    intermediate_size: int
+    norm_eps: float
+    rope_theta: float
+    logit_scale: float
+
+    @property
+    def shared_sizes(self) -> dict[str, int]:
+        """Return the sizes that tensor-parallel ranks share equally."""
+        return super().shared_sizes | {"intermediate_size": self.intermediate_size}
+
+
+def parse(raw: dict[str, Any]) -> ParallelConfig:
+    """Return a config.json as `ParallelConfig`."""
+    values = JsonObject(raw, "config.json")
+    num_layers, num_heads = values.integer("num_hidden_layers"), values.integer("num_attention_heads")
+    return ParallelConfig(
+        context_len=values.integer("max_position_embeddings"),
+        vocab_size=values.integer("vocab_size"),
+        hidden_size=values.integer("hidden_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=values.integer("num_key_value_heads", num_heads),
+        head_size=values.integer("hidden_size") // num_heads,
+        windows=(None,) * num_layers,
+        tied=True,
+        eos_token_ids=frozenset(),
+        intermediate_size=values.integer("intermediate_size"),
+        norm_eps=values.number("layer_norm_eps", 1e-5),
+        rope_theta=values.number("rope_theta", 10000.0),
+        logit_scale=values.number("logit_scale", 0.25),
+    )
+
+
+class LayerNorm(nn.Module):
+    """Scales what is left of a vector without its mean to unit variance, then by a learned weight.
+
+    Args:
+        shape: of the weight, [size], or [num_heads, size] where every head has its own.
+        heads: which of the heads are here.
+    """
+
+    def __init__(self, *shape: int, eps: float, heads: Shard | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+        self._eps, self._shards = eps, () if heads is None else (heads, ALL)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> the same."""
+        return F.layer_norm(x, x.shape[-1:], eps=self._eps) * self.weight
+
+    def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, TensorDestination]]:
+        """Yield the weight."""
+        yield f"{path}.weight", destination(self.weight.data, *self._shards, constant=1.0)
+
+
+class InterleavedRotary(nn.Module):
+    """Turns channel 2i with channel 2i + 1."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, config: ParallelConfig, max_len: int) -> None:
+        super().__init__()
+        positions = torch.arange(max_len, dtype=torch.float32)[:, None]
+        angles = positions * inverse_frequencies(RotaryConfig(config.head_size, config.rope_theta), positions)
+        self.register_buffer("cos", angles.cos()[:, None].to(torch.get_default_dtype()), persistent=False)
+        self.register_buffer("sin", angles.sin()[:, None].to(torch.get_default_dtype()), persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> Angles:
+        """[num_tokens] -> (cos, sin), each [num_tokens, 1, head_size / 2]."""
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+
+    @staticmethod
+    def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Turn x, [num_tokens, num_heads, head_size]."""
+        (cos, sin), even, odd = angles, x[..., 0::2], x[..., 1::2]
+        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+
+
+class ParallelLayer(DecoderLayer):
+    """One block: x + attention(norm(x)) + mlp(norm(x)), with one norm."""
+
+    def __init__(self, config: ParallelConfig, schemes: Schemes, shard: ShardSpec) -> None:
+        super().__init__()
+        size, heads, kv_heads = config.head_size, config.num_heads, config.num_kv_heads
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+        self._head_size = size
+        self._heads = [shard.part.equal(heads), shard.kv_heads.equal(kv_heads), shard.kv_heads.equal(kv_heads)]
+        self.input_layernorm = LayerNorm(hidden, eps=eps)
+        qkv = {"q_proj": heads * size, "k_proj": kv_heads * size, "v_proj": kv_heads * size}
+        rows = {"q_proj": shard.part, "k_proj": shard.kv_heads, "v_proj": shard.kv_heads}
+        self.qkv_proj = Linear(hidden, qkv, schemes=schemes, rows=rows)
+        self.q_norm = LayerNorm(self._heads[0], size, eps=eps, heads=shard.part)
+        self.k_norm = LayerNorm(self._heads[1], size, eps=eps, heads=shard.kv_heads)
+        self.attention = Attention(size**-0.5, self._heads[1], size, kv_shard=shard.kv_heads)
+        out: dict[str, Any] = {"schemes": schemes, "columns": shard.part, "group": shard.group}
+        self.o_proj = Linear(heads * size, {"o_proj": hidden}, **out)
+        self.up_proj = Linear(hidden, {"up_proj": inner}, schemes=schemes, rows={"up_proj": shard.part})
+        self.down_proj = Linear(inner, {"down_proj": hidden}, **out)
+
+    def forward(
+        self, hidden: torch.Tensor, angles: Angles, kv_cache: PagedKV, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Return the hidden states after the block, [num_tokens, hidden_size]."""
+        h = self.input_layernorm(hidden)
+        q, k, v = self.qkv_proj(h).unflatten(-1, (-1, self._head_size)).split(self._heads, dim=1)
+        q = InterleavedRotary.rotate(self.q_norm(q), angles)
+        k = InterleavedRotary.rotate(self.k_norm(k), angles)
+        write_kv(k, v, kv_cache, metadata, self.attention.settings.kv_scales)
+        attended = self.attention(q, k, v, kv_cache, metadata).flatten(1)
+        result: torch.Tensor = hidden + self.o_proj(attended) + self.down_proj(F.silu(self.up_proj(h)))
+        return result
+
+
+class ParallelLM(CausalLM):
+    """The model, whose logits are scaled."""
+
+    logit_scale = 1.0
+
+    def logits(self, hidden: torch.Tensor, *, sharded: bool = False, in_float32: bool = True) -> torch.Tensor:
+        """Multiply hidden states by the output head, and scale."""
+        return super().logits(hidden, sharded=sharded, in_float32=in_float32) * self.logit_scale
+
+
+def build(config: ParallelConfig, part: Part) -> CausalLM:
+    """Build a model of the family, or a part of one."""
+    shard = part.shard(config)
+    layers = [ParallelLayer(config, part.schemes.within(f"model.layers.{i}"), shard) for i in part.layers]
+    norm = partial(LayerNorm, config.hidden_size, eps=config.norm_eps)
+    model = ParallelLM(config, part, layers, InterleavedRotary(config, part.max_len), norm)
+    model.logit_scale = config.logit_scale
+    return model
+
+
+FAMILY = Family(parse, build)

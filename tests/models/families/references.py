@@ -1,0 +1,109 @@
+"""The toy families in float64, on whole sequences, from the tensors of a checkpoint alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from tests.engine.reference import Reference
+
+Weights = dict[str, torch.Tensor]
+
+
+def _rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def _layer_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x - x.mean(-1, keepdim=True)
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Each [num_heads, length, head_size] -> [length, num_heads * head_size], causal."""
+    k, v = (each.repeat_interleave(len(q) // len(each), dim=0) for each in (k, v))
+    scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+
+def _heads(x: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
+    return (x @ weight.T).unflatten(-1, (-1, size)).transpose(0, 1)
+
+
+def _angles(length: int, size: int, theta: float) -> torch.Tensor:
+    """[length, size / 2]."""
+    return torch.arange(length, dtype=torch.float64)[:, None] / theta ** (torch.arange(0, size, 2) / size)
+
+
+def moved_norm(weights: Weights, raw: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
+    """[length] -> logits, [length, vocab_size]."""
+    size = raw["hidden_size"] // raw["num_attention_heads"]
+    angles = _angles(len(ids), size, 10000.0)
+    cos, sin = angles.cos(), angles.sin()
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    x = weights["model.embed_tokens.weight"][ids]
+    for layer in range(raw["num_hidden_layers"]):
+        of = {name.removeprefix(f"model.layers.{layer}."): each for name, each in weights.items()}
+        q, k, v = (_heads(x, of[f"self_attn.{name}_proj.weight"], size) for name in "qkv")
+        attended = _attention(turned(q), turned(k), v) @ of["self_attn.o_proj.weight"].T
+        x = x + _rms(attended, of["post_attention_layernorm.weight"])
+        h = _rms(x, of["pre_mlp_layernorm.weight"])
+        gate, up = (h @ of[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (F.gelu(gate, approximate="tanh") * up) @ of["mlp.down_proj.weight"].T
+    return _rms(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+
+
+def parallel_block(weights: Weights, raw: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
+    """[length] -> logits, [length, vocab_size]."""
+    size = raw["hidden_size"] // raw["num_attention_heads"]
+    turns = torch.polar(torch.ones(()).double(), _angles(len(ids), size, 10000.0))
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * turns).flatten(-2)
+
+    x = weights["model.embed_tokens.weight"][ids]
+    for layer in range(raw["num_hidden_layers"]):
+        of = {name.removeprefix(f"model.layers.{layer}."): each for name, each in weights.items()}
+        h = _layer_norm(x, of["input_layernorm.weight"])
+        q, k, v = (_heads(h, of[f"{name}_proj.weight"], size) for name in "qkv")
+        q, k = (_layer_norm(each, of[f"{name}_norm.weight"][:, None]) for name, each in (("q", q), ("k", k)))
+        attended = _attention(turned(q), turned(k), v) @ of["o_proj.weight"].T
+        x = x + attended + F.silu(h @ of["up_proj.weight"].T) @ of["down_proj.weight"].T
+    normed = _layer_norm(x, weights["model.norm.weight"])
+    return raw["logit_scale"] * normed @ weights["model.embed_tokens.weight"].T
+
+
+class ToyReference(Reference):
+    """What a toy family computes, one request at a time."""
+
+    def __init__(self, name: str, path: str, raw: dict[str, Any], forward: Callable[..., torch.Tensor]) -> None:
+        super().__init__(name, path)
+        self._raw, self._forward, self._found = raw, forward, dict[tuple[int, ...], Any]()
+
+    @cached_property
+    def _weights(self) -> Weights:
+        return {name: each.double() for name, each in load_file(Path(self.path, "model.safetensors")).items()}
+
+    def _greedy(self, prompt: Any, num_tokens: int = 24) -> Any:
+        if tuple(prompt) not in self._found:
+            ids, logprobs, gaps = list(prompt), [], []
+            for _ in range(num_tokens):
+                values, best = self._forward(self._weights, self._raw, torch.tensor(ids))[-1].log_softmax(-1).topk(2)
+                ids.append(int(best[0]))
+                logprobs.append(float(values[0]))
+                gaps.append(float(values[0] - values[1]))
+            self._found[tuple(prompt)] = ids[len(prompt) :], np.array(logprobs), np.array(gaps)
+        return self._found[tuple(prompt)]
