@@ -157,18 +157,9 @@ class CausalLM(nn.Module):
 
     def checkpoint_tensors(self, path: str = "") -> Iterator[tuple[str, Destination]]:
         """Yield (name, destination) of every tensor of the checkpoint; a destination may be a slice of a merged one."""
-        if self.embed_tokens is not None:
-            yield from self.embed_tokens.checkpoint_tensors("model.embed_tokens")
+        yield from self.end_tensors()
         for index in self._indices:
             yield from self.layer_tensors(index)
-        if self.norm is None or self.lm_head is None:
-            return
-        yield from checkpoint_tensors(self.norm, "model.norm")
-        if self._quantized_head is not None:
-            yield from ((f"lm_head.{name}", slot) for name, slot in self._quantized_head.slots.items())
-        elif self.lm_head is not self.embed_tokens:
-            ((_, place),) = self.lm_head.checkpoint_tensors("")
-            yield (EMBEDDING if self._is_tied else HEAD), place
 
     @property
     def fuses_decodes(self) -> bool:
@@ -187,6 +178,18 @@ class CausalLM(nn.Module):
     def layer_tensors(self, index: int) -> Iterator[tuple[str, Destination]]:
         """Yield (name, destination) of every tensor of one of its layers."""
         yield from checkpoint_tensors(self.layer(index), f"model.layers.{index}")
+
+    def end_tensors(self) -> Iterator[tuple[str, Destination]]:
+        """Yield (name, destination) of every tensor outside of the layers."""
+        if self.embed_tokens is not None:
+            yield from self.embed_tokens.checkpoint_tensors("model.embed_tokens")
+        if self.norm is not None:
+            yield from checkpoint_tensors(self.norm, "model.norm")
+        if self._quantized_head is not None:
+            yield from ((f"lm_head.{name}", slot) for name, slot in self._quantized_head.slots.items())
+        elif self.lm_head is not None and self.lm_head is not self.embed_tokens:
+            ((_, place),) = self.lm_head.checkpoint_tensors("")
+            yield (EMBEDDING if self._is_tied else HEAD), place
 
     def execute_dummy_step(self) -> None:
         """Compute an empty step: what its experts have to do for replicas that have tokens."""

@@ -46,7 +46,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if len(self.windows) != self.num_layers:
-            raise ModelError(f"the family lists {len(self.windows)} layers' windows of {self.num_layers} layers")
+            raise ModelError(
+                f"the family read windows of {len(self.windows)} layers, and num_layers is {self.num_layers}"
+            )
 
     @property
     def shared_sizes(self) -> dict[str, int]:

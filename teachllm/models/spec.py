@@ -117,10 +117,9 @@ def collect(model: CausalLM, projections: Iterable[str] = ()) -> ModelSpec:
     num_unquantized = sum(sum(each.out_features.values()) * each.in_features for each in linears)
     num_unquantized += sum(each.bias.numel() for each in linears if each.bias is not None)
     num_linear_bytes = sum(each.num_bytes(dtype_bytes) for each in linears)
-    in_layers = {name for index in model.indices for name, _ in model.layer_tensors(index)}
     return ModelSpec(
         layers=tuple(_layer(model, index) for index in model.indices),
-        ends=tuple(_weights(each for each in model.checkpoint_tensors() if each[0] not in in_layers)),
+        ends=tuple(_weights(model.end_tensors())),
         num_bytes=num_linear_bytes + sum(each.nbytes for each in tensors if id(each) not in within),
         num_saved_bytes=num_unquantized * dtype_bytes - num_linear_bytes,
         num_w8a8_parameters=sum(

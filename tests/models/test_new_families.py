@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from teachllm import LLM, SamplingParams
+from teachllm.distributed.layout import Layout
 from teachllm.models import registry
 from teachllm.models.build import describe
 from tests.checkpoints import VOCAB_SIZE
+from tests.distributed.test_runner_parts import work
+from tests.distributed.threads import on_ranks
+from tests.engine.quantized_reference import QuantizedReference, float64_allowed
 from tests.engine.test_lossless_settings import PROMPTS, WORKLOAD, check
 from tests.models.families import references
 from tests.models.families.references import ToyReference
@@ -69,3 +75,37 @@ def test_it_computes_what_its_own_reference_computes(family: ToyReference, setti
 
 def test_its_answers_are_not_monotonous(family: ToyReference) -> None:
     assert len({token for prompt in PROMPTS[:4] for token in family.greedy(prompt, 24)}) >= 16
+
+
+def test_prompts_share_blocks_and_requests_are_preempted(family: ToyReference) -> None:
+    """What the settings above are for does happen."""
+    config = {"block_size": 8, "max_num_batched_tokens": 23, "max_num_seqs": 3, "max_model_len": 96}
+    llm = LLM(model=family.path, skip_tokenizer_init=True, num_gpu_blocks_override=13, **config)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = [{"prompt_token_ids": PROMPTS[i]} for i in (19, 23, 15)]
+    family.judge_outputs(llm.generate(prompts, params))
+    again = llm.generate(prompts, params)
+    family.judge_outputs(again)
+    assert llm.engine.core.scheduler.num_preemptions > 0 and any(output.num_cached_tokens for output in again)
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2)], ids=str)
+def test_ranks_share_it(family: ToyReference, layout: Layout) -> None:
+    params = {"temperature": 0.0}
+    [alone] = on_ranks(Layout(), partial(work, folder=family.path, params=params))
+    for request in on_ranks(layout, partial(work, folder=family.path, params=params)):
+        assert request == alone
+
+
+def test_with_int8_weights_a_batch_computes_what_each_request_alone_does_without_a_cache(family: ToyReference) -> None:
+    """In float64, where no way of adding up changes how a value is rounded to 8 bits."""
+    alone = QuantizedReference(family.path, {"quantization": "int8", "enable_kv_cache": False})
+    common: dict[str, Any] = {"quantization": "int8", "dtype": "float64", "skip_tokenizer_init": True}
+    prompts = [{"prompt_token_ids": PROMPTS[i]} for i in (19, 23, 15, 6)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+    with float64_allowed():
+        llm = LLM(family.path, **common, block_size=8, max_num_batched_tokens=23, max_num_seqs=3, max_model_len=96)
+        outputs = llm.generate(prompts, params)
+        alone.judge_outputs(outputs)
+    ids = [output.outputs[0].token_ids for output in outputs]
+    assert ids != [family.greedy(PROMPTS[i], 12) for i in (19, 23, 15, 6)]  # the weights did lose something

@@ -1,0 +1,136 @@
+"""A family that contradicts itself is refused in one line before a weight is read, and a spec says what is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from teachllm import EngineConfig
+from teachllm.errors import ModelError
+from teachllm.layers.checkpoint_tensors import Destination, destination
+from teachllm.models import llama, registry
+from teachllm.models.build import describe
+from teachllm.models.family import Part
+from teachllm.models.llama import LlamaLayer
+from teachllm.models.model_config import load_model_config
+from tests.checkpoints import build_config, make_checkpoint
+
+Tensors = Iterator[tuple[str, Destination]]
+
+
+def config_json(name: str) -> dict[str, Any]:
+    """The config.json of a checkpoint of `tests/checkpoints.py`."""
+    config = build_config(name)
+    architecture = {"qwen3_moe": "Qwen3MoeForCausalLM"}.get(name, f"{config.model_type.capitalize()}ForCausalLM")
+    return config.to_dict() | {"architectures": [architecture]}
+
+
+def test_a_spec_is_what_transformers_model_has() -> None:
+    """Names, shapes and numbers of parameters, written down by hand for one checkpoint: see `tests/checkpoints.py`."""
+    spec = describe(config_json("qwen3_moe"))
+    shapes = {weight.name: weight.shape for weight in spec.weights}
+    block, hidden = "model.layers.0", 64
+    assert shapes["model.embed_tokens.weight"] == shapes["lm_head.weight"] == (512, hidden)
+    assert shapes[f"{block}.self_attn.q_proj.weight"] == (4 * 32, hidden)
+    assert shapes[f"{block}.self_attn.v_proj.weight"] == (2 * 32, hidden)
+    assert shapes[f"{block}.self_attn.q_norm.weight"] == (32,)
+    assert shapes[f"{block}.mlp.experts.7.down_proj.weight"] == (hidden, 40)
+    assert shapes["model.layers.1.mlp.down_proj.weight"] == (hidden, 96)
+    experts = [weight for weight in spec.layers[0].weights if ".experts." in weight.name]
+    assert len(experts) == 8 * 3 and {weight.share_met for weight in experts} == {Fraction(3, 8)}
+    attention = hidden * (4 + 2 + 2) * 32 + 4 * 32 * hidden + 2 * 32
+    assert spec.layers[0].num_active_parameters == attention + 2 * hidden + 8 * hidden + 3 * (3 * hidden * 40)
+    assert spec.layers[1].num_active_parameters == attention + 2 * hidden + 3 * hidden * 96
+    kept = spec.layers[0].kept
+    assert (kept.num_kv_heads, kept.head_size, kept.window) == (2, 32, None)
+    assert spec.projections[:2] == (f"{block}.self_attn.q_proj", f"{block}.self_attn.k_proj")
+    assert spec.projections[-1] == "lm_head" and "model.layers.1.mlp.up_proj" in spec.projections
+    assert not any("experts" in name or "layers.0.mlp" in name for name in spec.projections)
+
+
+def undeclared(layer: LlamaLayer, path: str) -> Tensors:
+    yield f"{path}.input_layernorm.weight", destination(layer.input_layernorm.weight.data)
+
+
+def unbuilt(layer: LlamaLayer, path: str) -> Tensors:
+    yield from ORIGINAL(layer, path)
+    yield f"{path}.gate.weight", destination(torch.empty(4, device="meta"))
+
+
+def misshapen(layer: LlamaLayer, path: str) -> Tensors:
+    for name, place in ORIGINAL(layer, path):
+        shape = (63, 64) if name.endswith("q_proj.weight") else getattr(place, "shape", None)
+        yield name, place if shape is None else type(place)(place.target, shape)
+
+
+def twice(layer: LlamaLayer, path: str) -> Tensors:
+    yield from ORIGINAL(layer, path)
+    yield f"{path}.input_layernorm.scale", destination(layer.input_layernorm.weight.data)
+
+
+ORIGINAL = LlamaLayer.checkpoint_tensors
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        (undeclared, "tensors that fill 0 of the 24576 values of parameter layers.0.self_attn.qkv_proj.weight.weight"),
+        (unbuilt, "declares tensor model.layers.0.gate.weight, and its model has no parameter that it fills"),
+        (
+            misshapen,
+            r"declares tensor model.layers.0.self_attn.q_proj.weight with shape \[63, 64\], and it fills \[256, 64\]",
+        ),
+        (twice, "tensors that fill 128 of the 64 values of parameter layers.0.input_layernorm.weight"),
+    ],
+)
+def test_tensors_that_contradict_the_module_are_refused(
+    tensors: Callable[[LlamaLayer, str], Tensors], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaLayer, "checkpoint_tensors", tensors)
+    with pytest.raises(ModelError, match=says):
+        describe(config_json("llama3"))
+
+
+def test_a_list_of_layers_that_does_not_match_their_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(config: Any, part: Part) -> Any:
+        layers = [LlamaLayer(config, i) for i in part.layers[:-1]]
+        return llama.CausalLM(config, part, layers, nn.Identity(), nn.Identity)
+
+    monkeypatch.setattr(llama, "FAMILY", llama.Family(llama.parse, build))
+    with pytest.raises(ModelError, match=r"the family built 2 layers of 3: range\(0, 3\)"):
+        describe(config_json("llama3"))
+
+
+def test_windows_that_do_not_match_the_number_of_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = llama.parse(config_json("llama3"))
+    with pytest.raises(ModelError, match="windows of 2 layers, and num_layers is 3"):
+        type(config)(**vars(config) | {"windows": (None, None)})
+
+
+@pytest.mark.parametrize("architectures", [{"llama_4": "LlamaForCausalLM"}, {"llama": "Llama4ForCausalLM"}], ids=str)
+def test_a_family_that_is_registered_twice_is_refused(architectures: dict[str, str]) -> None:
+    known = registry.own_architectures()
+    with pytest.raises(ValueError, match=r"is registered twice, by teachllm\.models\.llama and by my\.llama"):
+        registry.register("my.llama", architectures)
+    assert registry.own_architectures() == known
+
+
+def test_an_architecture_that_no_family_has_is_named_with_those_that_there_are() -> None:
+    with pytest.raises(ModelError, match="no code for BloomForCausalLM, only for LlamaForCausalLM, Mistral"):
+        registry.family_of("BloomForCausalLM")
+
+
+def test_a_family_that_contradicts_itself_is_refused_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint("llama3", tmp_path)
+    monkeypatch.setattr(LlamaLayer, "checkpoint_tensors", undeclared)
+    with pytest.raises(ModelError) as error:
+        load_model_config(EngineConfig(model=folder))
+    assert "\n" not in str(error.value)
