@@ -27,9 +27,10 @@ COMMON = {
     **{"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": None},
 }
+COHERE = {"logit_scale": 0.5, "layer_norm_eps": 1e-5, "use_qk_norm": True, "rope_theta": 10000.0}
 FAMILIES = {
     "moved_norm": ("MovedNormForCausalLM", references.moved_norm, {"rms_norm_eps": 1e-6}),
-    "parallel_block": ("ParallelForCausalLM", references.parallel_block, {"logit_scale": 0.5, "layer_norm_eps": 1e-5}),
+    "parallel_block": ("CohereForCausalLM", references.parallel_block, COHERE),
 }
 
 
@@ -38,11 +39,12 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A random checkpoint of a toy family, which is registered as long as it is used."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     architecture, forward, settings = FAMILIES[name]
-    raw = COMMON | settings | {"architectures": [architecture], "model_type": name}
+    model_type = "cohere" if settings is COHERE else name
+    raw = COMMON | settings | {"architectures": [architecture], "model_type": model_type}
     with pytest.MonkeyPatch.context() as patch:
         for table in ("_MODULES", "_OWN_TYPES"):
             patch.setattr(registry, table, dict(getattr(registry, table)))
-        registry.register(f"tests.models.families.{name}", {name: architecture})
+        registry.register(f"tests.models.families.{name}", {model_type: architecture})
         (folder / "config.json").write_text(json.dumps(raw))
         generator = torch.Generator().manual_seed(0)
         tensors = {each.name: torch.randn(each.shape, generator=generator) for each in describe(raw).weights}
@@ -109,3 +111,15 @@ def test_with_int8_weights_a_batch_computes_what_each_request_alone_does_without
         alone.judge_outputs(outputs)
     ids = [output.outputs[0].token_ids for output in outputs]
     assert ids != [family.greedy(PROMPTS[i], 12) for i in (19, 23, 15, 6)]  # the weights did lose something
+
+
+def test_the_parallel_block_is_command_rs(family: ToyReference) -> None:
+    if family.name != "parallel_block":
+        pytest.skip("transformers does not know it")
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(family.path, dtype=torch.float64)
+    ids = torch.tensor(PROMPTS[19])
+    with torch.inference_mode():
+        found = references.parallel_block(family.weights, family.raw, ids)
+        torch.testing.assert_close(found, theirs(ids[None]).logits[0], rtol=1e-4, atol=1e-4)

@@ -1,5 +1,10 @@
-"""A toy family in one file: a parallel block, LayerNorm, interleaved rotary embedding, a norm with a weight per head
-of Q and K, a logit scale."""
+"""A family in one file: Command R's parallel block, where attention and MLP read the same norm of the hidden states.
+
+Further: LayerNorm without a bias, a rotary embedding that turns neighbouring channels, a norm of Q and K with a weight
+per head, and a scale of the logits. `docs/extending/model.md` walks through this file.
+
+Source: Cohere's Command R+, 2024.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +63,7 @@ def parse(raw: dict[str, Any]) -> ParallelConfig:
         intermediate_size=values.integer("intermediate_size"),
         norm_eps=values.number("layer_norm_eps", 1e-5),
         rope_theta=values.number("rope_theta", 10000.0),
-        logit_scale=values.number("logit_scale", 0.25),
+        logit_scale=values.number("logit_scale", 0.0625),
     )
 
 
@@ -108,38 +113,65 @@ class InterleavedRotary(nn.Module):
         return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
 
+class ParallelAttention(nn.Module):
+    """Project, normalise every head of Q and K, turn them by position, attend over the cache, project back."""
+
+    def __init__(self, config: ParallelConfig, schemes: Schemes, shard: ShardSpec) -> None:
+        super().__init__()
+        size, heads, kv_heads = config.head_size, config.num_heads, config.num_kv_heads
+        self._head_size = size
+        self._heads = [shard.part.equal(heads), shard.kv_heads.equal(kv_heads), shard.kv_heads.equal(kv_heads)]
+        qkv = {"q_proj": heads * size, "k_proj": kv_heads * size, "v_proj": kv_heads * size}
+        rows = {"q_proj": shard.part, "k_proj": shard.kv_heads, "v_proj": shard.kv_heads}
+        self.qkv_proj = Linear(config.hidden_size, qkv, schemes=schemes, rows=rows)
+        self.q_norm = LayerNorm(self._heads[0], size, eps=config.norm_eps, heads=shard.part)
+        self.k_norm = LayerNorm(self._heads[1], size, eps=config.norm_eps, heads=shard.kv_heads)
+        self.attention = Attention(size**-0.5, self._heads[1], size, kv_shard=shard.kv_heads)
+        out = {"o_proj": config.hidden_size}
+        self.o_proj = Linear(heads * size, out, schemes=schemes, columns=shard.part, group=shard.group)
+
+    def forward(self, x: torch.Tensor, angles: Angles, kv_cache: PagedKV, metadata: AttentionMetadata) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> the same."""
+        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self._head_size)).split(self._heads, dim=1)
+        q = InterleavedRotary.rotate(self.q_norm(q), angles)
+        k = InterleavedRotary.rotate(self.k_norm(k), angles)
+        write_kv(k, v, kv_cache, metadata, self.attention.settings.kv_scales)
+        attended: torch.Tensor = self.o_proj(self.attention(q, k, v, kv_cache, metadata).flatten(1))
+        return attended
+
+
+class ParallelMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ParallelConfig, schemes: Schemes, shard: ShardSpec) -> None:
+        super().__init__()
+        size, rows = config.intermediate_size, {"gate_proj": shard.part, "up_proj": shard.part}
+        gate_up = {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj = Linear(config.hidden_size, gate_up, schemes=schemes, is_gated=True, rows=rows)
+        down = {"down_proj": config.hidden_size}
+        self.down_proj = Linear(size, down, schemes=schemes, columns=shard.part, group=shard.group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> the same."""
+        down: torch.Tensor = self.down_proj(self.gate_up_proj.gated(x))
+        return down
+
+
 class ParallelLayer(DecoderLayer):
     """One block: x + attention(norm(x)) + mlp(norm(x)), with one norm."""
 
     def __init__(self, config: ParallelConfig, schemes: Schemes, shard: ShardSpec) -> None:
         super().__init__()
-        size, heads, kv_heads = config.head_size, config.num_heads, config.num_kv_heads
-        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
-        self._head_size = size
-        self._heads = [shard.part.equal(heads), shard.kv_heads.equal(kv_heads), shard.kv_heads.equal(kv_heads)]
-        self.input_layernorm = LayerNorm(hidden, eps=eps)
-        qkv = {"q_proj": heads * size, "k_proj": kv_heads * size, "v_proj": kv_heads * size}
-        rows = {"q_proj": shard.part, "k_proj": shard.kv_heads, "v_proj": shard.kv_heads}
-        self.qkv_proj = Linear(hidden, qkv, schemes=schemes, rows=rows)
-        self.q_norm = LayerNorm(self._heads[0], size, eps=eps, heads=shard.part)
-        self.k_norm = LayerNorm(self._heads[1], size, eps=eps, heads=shard.kv_heads)
-        self.attention = Attention(size**-0.5, self._heads[1], size, kv_shard=shard.kv_heads)
-        out: dict[str, Any] = {"schemes": schemes, "columns": shard.part, "group": shard.group}
-        self.o_proj = Linear(heads * size, {"o_proj": hidden}, **out)
-        self.up_proj = Linear(hidden, {"up_proj": inner}, schemes=schemes, rows={"up_proj": shard.part})
-        self.down_proj = Linear(inner, {"down_proj": hidden}, **out)
+        self.input_layernorm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.self_attn = ParallelAttention(config, schemes.within("self_attn"), shard)
+        self.mlp = ParallelMLP(config, schemes.within("mlp"), shard)
 
     def forward(
         self, hidden: torch.Tensor, angles: Angles, kv_cache: PagedKV, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """Return the hidden states after the block, [num_tokens, hidden_size]."""
         h = self.input_layernorm(hidden)
-        q, k, v = self.qkv_proj(h).unflatten(-1, (-1, self._head_size)).split(self._heads, dim=1)
-        q = InterleavedRotary.rotate(self.q_norm(q), angles)
-        k = InterleavedRotary.rotate(self.k_norm(k), angles)
-        write_kv(k, v, kv_cache, metadata, self.attention.settings.kv_scales)
-        attended = self.attention(q, k, v, kv_cache, metadata).flatten(1)
-        result: torch.Tensor = hidden + self.o_proj(attended) + self.down_proj(F.silu(self.up_proj(h)))
+        result: torch.Tensor = hidden + self.self_attn(h, angles, kv_cache, metadata) + self.mlp(h)
         return result
 
 

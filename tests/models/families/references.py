@@ -78,10 +78,12 @@ def parallel_block(weights: Weights, raw: dict[str, Any], ids: torch.Tensor) -> 
     for layer in range(raw["num_hidden_layers"]):
         of = {name.removeprefix(f"model.layers.{layer}."): each for name, each in weights.items()}
         h = _layer_norm(x, of["input_layernorm.weight"])
-        q, k, v = (_heads(h, of[f"{name}_proj.weight"], size) for name in "qkv")
-        q, k = (_layer_norm(each, of[f"{name}_norm.weight"][:, None]) for name, each in (("q", q), ("k", k)))
-        attended = _attention(turned(q), turned(k), v) @ of["o_proj.weight"].T
-        x = x + attended + F.silu(h @ of["up_proj.weight"].T) @ of["down_proj.weight"].T
+        q, k, v = (_heads(h, of[f"self_attn.{name}_proj.weight"], size) for name in "qkv")
+        q = _layer_norm(q, of["self_attn.q_norm.weight"][:, None])
+        k = _layer_norm(k, of["self_attn.k_norm.weight"][:, None])
+        attended = _attention(turned(q), turned(k), v) @ of["self_attn.o_proj.weight"].T
+        gate, up = (h @ of[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + attended + (F.silu(gate) * up) @ of["mlp.down_proj.weight"].T
     normed = _layer_norm(x, weights["model.norm.weight"])
     return raw["logit_scale"] * normed @ weights["model.embed_tokens.weight"].T
 
@@ -91,17 +93,17 @@ class ToyReference(Reference):
 
     def __init__(self, name: str, path: str, raw: dict[str, Any], forward: Callable[..., torch.Tensor]) -> None:
         super().__init__(name, path)
-        self._raw, self._forward, self._found = raw, forward, dict[tuple[int, ...], Any]()
+        self.raw, self._forward, self._found = raw, forward, dict[tuple[int, ...], Any]()
 
     @cached_property
-    def _weights(self) -> Weights:
+    def weights(self) -> Weights:
         return {name: each.double() for name, each in load_file(Path(self.path, "model.safetensors")).items()}
 
     def _greedy(self, prompt: Any, num_tokens: int = 24) -> Any:
         if tuple(prompt) not in self._found:
             ids, logprobs, gaps = list(prompt), [], []
             for _ in range(num_tokens):
-                values, best = self._forward(self._weights, self._raw, torch.tensor(ids))[-1].log_softmax(-1).topk(2)
+                values, best = self._forward(self.weights, self.raw, torch.tensor(ids))[-1].log_softmax(-1).topk(2)
                 ids.append(int(best[0]))
                 logprobs.append(float(values[0]))
                 gaps.append(float(values[0] - values[1]))
