@@ -58,14 +58,14 @@ strip(tokenizer, templated)
 # The model takes token ids and their positions, and returns one *hidden state* for each of them.
 
 # %%
-from teachllm.models.llama import LlamaForCausalLM
+from teachllm.models.decoder import CausalLM
 
 show(
-    LlamaForCausalLM.forward,
+    CausalLM.forward,
     {
-        "self.embed_tokens(input_ids)": "each id picks a row of a table: 256 numbers that stand for the token, alone",
-        "x, residual = layer(": "each layer adds what attention finds at positions up to this one, and an MLP",
-        "hidden, _ = self.norm(x, residual)": "one state per position; `logits` multiplies it by the output head",
+        "self.embed(input_ids)": "each id picks a row of a table: 256 numbers that stand for the token, alone",
+        "x, residual = layer.execute(": "each layer adds what attention finds at positions up to this one, and an MLP",
+        "normed, _ = self.norm(x, residual)": "one state per position; `logits` multiplies it by the output head",
     },
     doc=False,
 )

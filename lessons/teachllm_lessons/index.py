@@ -66,7 +66,7 @@ LESSONS = (
         "00_first_token",
         "tokens, logits, decoding",
         "How does text become the next word?",
-        ("teachllm/models/llama.py", "teachllm/engine/text/detokenizer.py"),
+        ("teachllm/models/decoder.py", "teachllm/engine/text/detokenizer.py"),
         ("Vaswani et al., Attention Is All You Need, 2017",),
         preset="batching",
         viz_shows="each answer's text as it grows, token by token",

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from teachllm.models.decoder import CausalLM
 
 
+MOST_LAYERS = 1 << 12  # more than any model has, and few enough that what is made for each of them takes seconds
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """What the engine has to know of a config.json, of any family. A family's own class adds what its layers need.

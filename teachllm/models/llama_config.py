@@ -13,7 +13,7 @@ from typing import Any
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
 from teachllm.layers.rotary import SCALINGS, RotaryConfig
-from teachllm.models.family import DecoderConfig
+from teachllm.models.family import MOST_LAYERS, DecoderConfig
 from teachllm.models.moe_config import NAMES, parse_moe
 from teachllm.models.registry import LAYER_TYPES, architecture_of
 
@@ -45,8 +45,7 @@ _READS_BIAS = {
 }
 # Architectures whose code in transformers has one kind of layer, whatever `layer_types` says.
 _IGNORES_LAYER_TYPES = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
-# More than any model has, and few enough that what is made for each of them takes seconds.
-MOST_LAYERS, _MOST_POSITIONS = 1 << 12, 1 << 24
+_MOST_POSITIONS = 1 << 24  # more than any model has
 # What each scaling needs to be told, and what else it may be told; all are numbers above 0.
 _SCALING_NEEDS = {
     "default": (),

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.models.base import Model
-from teachllm.models.draft_heads.draft_logits import draft_logits
+from teachllm.models.draft_heads.base import draft_logits
 from teachllm.spec_decode.drafter import DraftBatch, FlatTokens, KVCache
 
 

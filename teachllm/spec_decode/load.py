@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from teachllm.checkpoint.files import find_folder, read_json
-from teachllm.checkpoint.json_values import JsonObject, without_nulls
+from teachllm.checkpoint.files import find_folder
 from teachllm.config import EngineConfig
 from teachllm.core.memory import KVCacheSpec
 from teachllm.errors import ModelError
@@ -20,10 +19,10 @@ from teachllm.loading.random_weights import fill_parts_randomly
 from teachllm.models.base import Model
 from teachllm.models.build import NOWHERE, new_module
 from teachllm.models.decoder import CausalLM
+from teachllm.models.draft_heads.base import read_settings
 from teachllm.models.draft_heads.eagle import EagleHead
 from teachllm.models.draft_heads.eagle_config import EagleConfig, tensor_name
 from teachllm.models.draft_heads.medusa import MedusaConfig, MedusaHeads
-from teachllm.models.llama_config import MAY_BE_NULL
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.spec_decode.drafter import KVCache, ModelDrafter
@@ -151,7 +150,7 @@ def _draft_model_config(
 def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: ModelConfig) -> DrafterConfig:
     assert speculation.model is not None
     folder = find_folder(speculation.model, speculation.revision, config.load_format)
-    settings = JsonObject(without_nulls(read_json(folder / "config.json"), MAY_BE_NULL), f"{folder}/config.json")
+    settings = read_settings(folder)
     stored, max_len = stored_names(folder, config.load_format, _WHERE), model.max_model_len
     head: EagleConfig | MedusaConfig
     if speculation.method == "medusa":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from teachllm.models.base import Model
-from teachllm.models.draft_heads.draft_logits import draft_logits
+from teachllm.models.draft_heads.base import draft_logits
 from teachllm.models.draft_heads.medusa import MedusaHeads
 from teachllm.spec_decode.drafter import DraftBatch
 

@@ -22,6 +22,7 @@ from tests.engine.quantized_reference import QuantizedReference, float64_allowed
 from tests.engine.test_lossless_settings import PROMPTS, WORKLOAD, check
 from tests.models.families import references
 from tests.models.families.references import ToyReference
+from tests.worker.gpu.interpreted_gpu import InterpretedRunner, interpret
 
 COMMON = {
     **{"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
@@ -123,3 +124,14 @@ def test_the_parallel_block_is_command_rs(family: ToyReference) -> None:
     with torch.inference_mode():
         found = references.parallel_block(family.weights, family.raw, ids)
         torch.testing.assert_close(found, theirs(ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs this itself")
+def test_a_gpus_code_and_kernels_interpreted_compute_what_a_cpu_does(family: ToyReference) -> None:
+    params = {"temperature": 0.0, "max_tokens": 4}
+    [expected] = on_ranks(Layout(), partial(work, folder=family.path, params=params))
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch)
+        found = on_ranks(Layout(), partial(work, folder=family.path, params=params, make_runner=InterpretedRunner))
+    assert found == [expected]

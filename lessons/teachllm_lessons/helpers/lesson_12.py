@@ -25,7 +25,7 @@ from teachllm.engine.llm_engine import Engine
 from teachllm.engine.overrides import NO_OVERRIDES, EngineOverrides
 from teachllm.engine.replicas.data_parallel import Balance, least_loaded
 from teachllm.models.model_config import load_model_config
-from teachllm.models.model_of_rank import model_of_rank
+from teachllm.models.own_model import model_of_rank
 from teachllm.sampling_params import SamplingParams
 from teachllm.trace.ranks import rank_figures
 from teachllm.trace.replay import Line

@@ -32,7 +32,7 @@ from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.models.base import Angles, PagedKV
 from teachllm.models.decoder import added_up
-from teachllm.models.draft_heads.draft_logits import HasLogits, draft_logits
+from teachllm.models.draft_heads.base import HasLogits, draft_logits
 from teachllm.models.draft_heads.eagle_config import EagleConfig
 from teachllm.models.llama import LlamaAttention, LlamaMLP
 

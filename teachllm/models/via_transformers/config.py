@@ -18,7 +18,7 @@ from teachllm.checkpoint.files import read_json
 from teachllm.checkpoint.json_values import JsonObject, shown
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
-from teachllm.models.llama_config import MOST_LAYERS
+from teachllm.models.family import MOST_LAYERS
 from teachllm.models.registry import LAYER_TYPES, supported
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")

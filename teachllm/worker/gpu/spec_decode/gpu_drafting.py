@@ -106,7 +106,7 @@ class GPUDrafting:
         return self._starts[num_tokens]
 
     def aux_hidden_states(self) -> dict[int, AuxOut]:
-        """Return what keeps the features of a step, as `LlamaForCausalLM.forward` takes it."""
+        """Return what keeps the features of a step, as `Model` takes it."""
 
         def keep(kept: torch.Tensor, residual: torch.Tensor) -> None:
             kept[: residual.shape[0]].copy_(residual)

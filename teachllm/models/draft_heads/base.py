@@ -1,10 +1,24 @@
-"""Logits that drafts are drawn from, by a model's output head or a drafter's own."""
+"""What all draft heads share: how their config.json is read, and the logits that drafts are drawn from."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 import torch
+
+from teachllm.checkpoint.files import read_json
+from teachllm.checkpoint.json_values import JsonObject, without_nulls
+from teachllm.models.llama_config import MAY_BE_NULL
+
+
+def read_settings(folder: Path) -> JsonObject:
+    """Return a head's config.json without the keys that say null and mean that they are absent.
+
+    Raises:
+        ModelError: there is none, or it is no JSON object.
+    """
+    return JsonObject(without_nulls(read_json(folder / "config.json"), MAY_BE_NULL), f"{folder}/config.json")
 
 
 class HasLogits(Protocol):
