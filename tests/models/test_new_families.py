@@ -135,3 +135,15 @@ def test_a_gpus_code_and_kernels_interpreted_compute_what_a_cpu_does(family: Toy
         interpret(patch)
         found = on_ranks(Layout(), partial(work, folder=family.path, params=params, make_runner=InterpretedRunner))
     assert found == [expected]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, {"speculative_config": {"method": "ngram"}}], ids=["plain", "n-gram drafts"])
+def test_on_a_gpu_with_graphs_it_computes_what_its_own_reference_computes(
+    family: ToyReference, settings: dict[str, Any]
+) -> None:
+    config = {"max_num_batched_tokens": 64, "max_model_len": 96, "num_gpu_blocks_override": 12, "max_num_seqs": 3}
+    llm = LLM(family.path, dtype="float32", device="cuda", skip_tokenizer_init=True, **config, **settings)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    for _ in range(2):  # the second time steps are replayed, and prompts are found
+        family.judge_outputs(llm.generate([{"prompt_token_ids": PROMPTS[i]} for i in (19, 23, 15, 6, 7)], params))
