@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from teachllm.checkpoint.files import tensors_to_load
+from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.layers.dtypes import torch_dtype
 from teachllm.layers.weights.scheme import UNQUANTIZED, Schemes
@@ -61,27 +62,41 @@ def describe(raw: dict[str, Any]) -> ModelSpec:
 
 
 def build_model(
-    model: ModelConfig, device: torch.device, schemes: Schemes = UNQUANTIZED, ranks: Ranks = ALONE
+    model: ModelConfig,
+    device: torch.device,
+    schemes: Schemes = UNQUANTIZED,
+    ranks: Ranks = ALONE,
+    layers: Sequence[int] | None = None,
 ) -> CausalLM:
     """Build a model, or the part of one rank, without its weights.
 
     Args:
-        model: of the whole model, which runs on this project's code.
+        model: runs on this project's code; the whole model's description, or a rank's.
+        layers: the indices in the whole model of the layers to build; None: all of this rank's.
 
     Raises:
         ModelError: the ranks cannot share it.
     """
-    config, layout = parse_config(model.raw), ranks.coords.layout
-    check_shared(config, layout)
-    layers = range(config.num_layers)
-    if layout.pipeline > 1:
-        layers = stage_layers(describe(model.raw), config.vocab_size * config.hidden_size, layout.pipeline)[
-            ranks.coords.stage
-        ]
+    config, coords = parse_config(model.raw), ranks.coords
+    check_shared(config, coords.layout)
+    if layers is None:
+        layers = stages_of(model, coords.layout)[coords.stage]
     part = Part(layers, model.max_model_len, schemes, ranks)
     family = family_of(model.architecture)
     built: CausalLM = new_module(lambda: family.build(config, part), device, torch_dtype(model.dtype))
     return built
+
+
+def stages_of(model: ModelConfig, layout: Layout) -> list[range]:
+    """Return the layers of each pipeline stage of a model.
+
+    Raises:
+        ModelError: there are more stages than layers.
+    """
+    config = parse_config(model.raw)
+    if layout.pipeline == 1:
+        return [range(config.num_layers)]
+    return stage_layers(describe(model.raw), config.vocab_size * config.hidden_size, layout.pipeline)
 
 
 def quantization_of_model(model: ModelConfig) -> Quantization | None:

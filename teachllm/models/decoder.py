@@ -167,13 +167,13 @@ class CausalLM(nn.Module):
         return all(layer.fuses_decodes for layer in self._layers)
 
     @property
-    def indices(self) -> range:
-        """Return the indices of its layers in the whole model."""
+    def indices(self) -> Sequence[int]:
+        """Return the indices of its layers in the whole model, ascending."""
         return self._indices
 
     def layer(self, index: int) -> DecoderLayer:
         """Return one of its layers."""
-        return self._layers[index - self._indices.start]
+        return self._layers[self._indices.index(index)]
 
     def layer_tensors(self, index: int) -> Iterator[tuple[str, Destination]]:
         """Yield (name, destination) of every tensor of one of its layers."""

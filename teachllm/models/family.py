@@ -6,7 +6,7 @@ code of a model, its tensors, sizes and bytes, is read off a build on the meta d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -71,14 +71,14 @@ class Part:
     """Say which part of a model is built, and how.
 
     Attributes:
-        layers: the indices of its layers.
+        layers: the indices of its layers in the whole model, ascending.
         max_len: the number of positions to prepare, at most the model's context.
         schemes: how its projections are quantized.
         ranks: the ranks that share the model. The first stage embeds, the last one has the output head; what lies
             between two stages is hidden states.
     """
 
-    layers: range
+    layers: Sequence[int]
     max_len: int
     schemes: Schemes = UNQUANTIZED
     ranks: Ranks = ALONE

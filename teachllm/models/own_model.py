@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def _described(model: ModelConfig, coords: RankCoords) -> ModelConfig:
     return replace(
         model,
         num_layers=len(spec.layers),
-        first_layer=built.indices.start,
+        first_layer=built.indices[0],
         experts=_experts(model.experts, built.indices, coords),
         windows=tuple(layer.kept.window for layer in spec.layers),
         num_attention_heads=model.num_attention_heads // coords.layout.tensor,
@@ -124,7 +124,7 @@ def _described(model: ModelConfig, coords: RankCoords) -> ModelConfig:
     )
 
 
-def _experts(experts: MoeConfig | None, layers: range, coords: RankCoords) -> MoeConfig | None:
+def _experts(experts: MoeConfig | None, layers: Sequence[int], coords: RankCoords) -> MoeConfig | None:
     """Return what a rank has of a mixture."""
     if experts is None:
         return None
