@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from teachllm_kernels._triton import HAS_GLUON, PLACES, TensorDescriptor, gl, gluon, hopper
+from teachllm_kernels.dry_run import compute_capability, per_device
 
 __all__ = [
     "PIECE",
@@ -25,10 +26,10 @@ __all__ = [
 PIECE = 16  # keys per copy; they lie in one block
 
 
-@cache
+@per_device
 def has_hopper(device: torch.device) -> bool:
     """Return whether these kernels run there: no other card has Hopper's tensor-core instructions."""
-    return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return HAS_GLUON and compute_capability(device)[0] == 9
 
 
 @cache

@@ -14,10 +14,11 @@ Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchroni
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
+
+from teachllm_kernels.dry_run import compute_capability, per_device
 
 
 class _Absent:
@@ -87,7 +88,7 @@ def launch_options(device: torch.device) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}
 
 
-@cache
+@per_device
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory per program; for a CPU, those of the smallest Ampere."""
     if device.type != "cuda":
@@ -96,6 +97,6 @@ def shared_memory(device: torch.device) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
-@cache
+@per_device
 def _has_pdl(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return compute_capability(device) >= (9, 0)

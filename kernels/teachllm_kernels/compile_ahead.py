@@ -31,11 +31,11 @@ from typing import Any
 import torch
 
 from teachllm_kernels._triton import triton
+from teachllm_kernels.dry_run import replacing_launches
 
 __all__ = ["compiling_ahead"]
 
 _is_ahead: ContextVar[bool] = ContextVar("is_ahead", default=False)  # per thread: the other threads launch
-_one_at_a_time = Lock()
 _THREADS = 8  # more would only take turns at the Python part, a fifth of a compilation
 
 
@@ -120,7 +120,7 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
     pool = _Pool(initializer=begin)
     mode = triton.AsyncCompileMode(pool, ignore_errors=True)
     met: list[Any] = []
-    with _one_at_a_time, pool:
+    with replacing_launches, pool:
         try:
             with mode:
                 try:

@@ -203,7 +203,7 @@ def quantize_rows(
     x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = None, grouped: bool = False
 ) -> QuantizedRows:
     """Compute `quantize_rows_reference` for contiguous x, the fastest way on the device."""
-    return (quantize_rows_triton if x.is_cuda else quantize_rows_reference)(x, dtype, scale, grouped)
+    return (quantize_rows_reference if x.is_cpu else quantize_rows_triton)(x, dtype, scale, grouped)
 
 
 def cost(num_rows: int, size: int, dtype_bytes: int = 2) -> tuple[int, int]:

@@ -91,7 +91,7 @@ def silu_and_mul_quantized_triton(
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up, the fastest way: [num_tokens, 2 * size], contiguous -> [num_tokens, size]."""
-    return silu_and_mul_triton(gate_up) if gate_up.is_cuda else silu_and_mul_reference(gate_up)
+    return silu_and_mul_reference(gate_up) if gate_up.is_cpu else silu_and_mul_triton(gate_up)
 
 
 def cost(num_tokens: int, size: int, dtype_bytes: int = 2) -> tuple[int, int]:

@@ -105,7 +105,7 @@ def write_kv(
     Args:
         scales: of `AttentionSettings`.
     """
-    write = kv_write_triton if k.is_cuda else kv_write_cpu
+    write = kv_write_cpu if k.is_cpu else kv_write_triton
     write(k, v, *kv_cache, metadata.slot_mapping, scales)
 
 

@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
         if y is None:
             assert residual is not None
             y, residual = residual, None
-        if isinstance(y, DeferredAllReduce) or y.is_cuda:
+        if isinstance(y, DeferredAllReduce) or not y.is_cpu:
             return rms_norm_triton(y, residual, self.weight, self.eps)
         if self.prepared is not None:
             return rms_norm_cpu(y, residual, self.prepared)

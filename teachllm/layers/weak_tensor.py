@@ -14,6 +14,8 @@ import torch
 
 def weak_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the same memory, shape and strides, which does not keep the memory allocated."""
+    if tensor.is_meta:  # it has no address to refer to, and no memory to keep
+        return tensor
     storage = tensor.untyped_storage()
     other = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -78,7 +78,7 @@ class LlamaAttention(nn.Module):
         With `last_layer_metadata` only the tokens with logits attend: [num_logits, num_heads * head_size].
         """
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))  # [num_tokens, heads + 2 * kv_heads, head_size]
-        if qkv.is_cuda and self.fuses_decodes:
+        if not qkv.is_cpu and self.fuses_decodes:
             return attend_on_gpu(self, qkv, angles, kv_cache, metadata, last_layer_metadata).flatten(1)
         qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.qk_norm is not None:

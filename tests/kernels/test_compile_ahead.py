@@ -177,7 +177,7 @@ def test_of_two_threads_one_waits_for_the_other(monkeypatch: pytest.MonkeyPatch)
             lock.release()
 
     monkeypatch.setattr(triton.JITFunction, "run", run)
-    monkeypatch.setattr(module, "_one_at_a_time", CountingLock())
+    monkeypatch.setattr(module, "replacing_launches", CountingLock())
     inside: list[int] = []
     asked: list[int] = []
     most: list[int] = []

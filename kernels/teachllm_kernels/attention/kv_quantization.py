@@ -19,12 +19,12 @@ Report", 2024, 3.3.2.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TypeAlias
 
 import torch
 
 from teachllm_kernels._triton import tl, triton
+from teachllm_kernels.dry_run import compute_capability, per_device
 
 KVScales: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # of K and of V, [num_kv_heads] float32
 
@@ -61,10 +61,10 @@ def for_kernel(cache: torch.Tensor) -> torch.Tensor:
     return cache if has_fp8(cache.device) else as_bytes(cache)
 
 
-@cache
+@per_device
 def has_fp8(device: torch.device) -> bool:
     """Return whether the device converts e4m3 in hardware: Ada, Hopper and newer. The interpreter does not."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return compute_capability(device) >= (8, 9)
 
 
 @triton.jit

@@ -49,4 +49,6 @@ def _fits(quantized: GroupedWeight) -> bool:
     are_equal = num_groups * quantized.group_size == num_in
     if not (quantized.qweight.is_cuda and are_equal and fits_kernels(num_groups, quantized.group_size)):
         return False
-    return quantized.zeros is None or int(quantized.zeros.max()) < 256  # kernels keep a zero in a byte
+    if quantized.zeros is None or quantized.zeros.is_meta:
+        return True
+    return int(quantized.zeros.max()) < 256  # kernels keep a zero in a byte

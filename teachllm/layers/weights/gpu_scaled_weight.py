@@ -18,6 +18,7 @@ import torch
 from teachllm.layers.norm import InputQuantization, RMSNorm
 from teachllm.layers.weights.base import Weight
 from teachllm.layers.weights.quantized_weights import BLOCK, Activations, ScaledWeight
+from teachllm_kernels.dry_run import compute_capability
 from teachllm_kernels.linear.hopper_linear import MAX_ROWS, has_hopper, hopper_scaled_linear
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
 from teachllm_kernels.linear.scaled.scaled_gemv import scaled_gemv_triton
@@ -37,7 +38,7 @@ class GPUScaledWeight(Weight):
         assert quantized.block in (None, (BLOCK, BLOCK))
         self.qweight, self.scales, self.dtype = quantized.qweight, quantized.scales.contiguous(), dtype
         self.activations, self.input_scale = quantized.activations, quantized.input_scale
-        has_e4m3 = torch.cuda.get_device_capability(self.qweight.device) >= _HAS_E4M3
+        has_e4m3 = compute_capability(self.qweight.device) >= _HAS_E4M3
         is_weight_only = self.activations is Activations.UNQUANTIZED
         self.lacks_fp8 = self.qweight.dtype is torch.float8_e4m3fn and not has_e4m3 and not is_weight_only
         if self.lacks_fp8:

@@ -223,4 +223,4 @@ def _merged_scaled(parts: Sequence[ScaledWeight]) -> ScaledWeight | None:
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
-    return torch.equal(a, b)
+    return a.is_meta or torch.equal(a, b)  # meta tensors have no values that could differ

@@ -40,4 +40,4 @@ def draft_logits(head: HasLogits, hidden: torch.Tensor) -> torch.Tensor:
     Returns:
         [num_rows, vocab_size].
     """
-    return head.logits(hidden, in_float32=not hidden.is_cuda)
+    return head.logits(hidden, in_float32=hidden.is_cpu)

@@ -224,7 +224,7 @@ def _attention(
     settings = step.attentions[index].settings
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if q.is_cuda:  # kernels want a token's heads side by side
+    if not q.is_cpu:  # kernels want a token's heads side by side
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     write_kv(k, v, kv_cache, metadata, settings.kv_scales)
     settings = replace(settings, scale=scale, soft_cap=softcap)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from teachllm.layers.norm import RMSNorm
+from teachllm.layers.weights import gpu_scaled_weight
 from teachllm.layers.weights.execution_weights import as_groups
 from teachllm.layers.weights.gpu_grouped_weight import GPUGroupedWeight
 from teachllm.layers.weights.gpu_scaled_weight import GPUScaledWeight
@@ -99,7 +100,7 @@ def as_on_a_gpu() -> Iterator[None]:
         if not ON_GPU:
             round_as_a_gpu(patch)
             few_programs(patch)
-            patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+            patch.setattr(gpu_scaled_weight, "compute_capability", lambda device: (9, 0))
         yield
 
 

@@ -34,7 +34,7 @@ def imagined_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def imagined_hopper(imagined_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (hopper_linear, memory_needs, gpu_scaled_weight):
         monkeypatch.setattr(module, "has_hopper", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu_scaled_weight, "compute_capability", lambda device: (9, 0))
     launch_nothing(monkeypatch, hopper_gated_linear, hopper_scaled_mm, quantize_rows, dequantize)
 
 

@@ -18,6 +18,7 @@ from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.core.request import Request
 from teachllm.engine.llm_engine import Engine
 from teachllm.layers import linear
+from teachllm.layers.weights import gpu_scaled_weight
 from teachllm.layers.weights.base import Weight
 from teachllm.layers.weights.execution_weights import as_groups
 from teachllm.layers.weights.gpu_grouped_weight import GPUGroupedWeight
@@ -158,7 +159,7 @@ def interpret_quantized(patch: pytest.MonkeyPatch) -> None:
 
     interpret(patch)
     round_as_a_gpu(patch)
-    patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    patch.setattr(gpu_scaled_weight, "compute_capability", lambda device: (9, 0))
     patch.setattr(linear, "weight_of", weight_of)
     patch.setattr(scaled_linear, "_grid", grid)
 

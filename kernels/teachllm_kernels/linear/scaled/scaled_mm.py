@@ -13,12 +13,11 @@ Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels.dry_run import compute_capability
 from teachllm_kernels.linear.scaled.scaled_reference import cost, scale_kind
 from teachllm_kernels.quantize_rows import QuantizedRows
 from teachllm_kernels.silu_and_mul import silu_and_mul
@@ -33,7 +32,7 @@ _BLOCK = 1024
 def fits_scaled_mm(x: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor) -> bool:
     """Return whether the library has such a product on this card."""
     (num_rows, num_in), num_out, kind = x.values.shape, weight.shape[0], scale_kind(weight, scales)
-    if not weight.is_cuda:
+    if weight.is_cpu:
         return weight.dtype == torch.int8 and kind != "block"
     if num_in % 16 or num_out % 16:
         return False
@@ -41,7 +40,7 @@ def fits_scaled_mm(x: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor)
         return kind != "block" and num_rows >= _INTEGER_ROWS
     if num_rows < _FLOAT_ROWS:
         return False
-    capability = _capability(weight.device)
+    capability = compute_capability(weight.device)
     if kind == "block":  # columns of the weight's scales begin at multiples of 16 bytes, too
         return capability[0] == 9 and scales.shape[1] % 4 == 0
     return capability >= (8, 9)
@@ -143,8 +142,3 @@ def _scaled(
         **launch_options(sums.device),
     )
     return out
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)

@@ -1,0 +1,120 @@
+"""A dry run allocates, launches nothing, and answers for the card that it names."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from teachllm_kernels import dry_run as module
+from teachllm_kernels._hopper import has_hopper
+from teachllm_kernels._triton import HAS_GLUON, launch_options, triton
+from teachllm_kernels.dry_run import compute_capability, dry_run, per_device
+from teachllm_kernels.rms_norm import rms_norm_triton
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+
+
+class Launched(Exception):
+    pass
+
+
+@pytest.fixture
+def launching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a launch say so, natively and interpreted."""
+
+    def run(*_: Any, **__: Any) -> None:
+        raise Launched
+
+    for kind in module._launching_classes():
+        monkeypatch.setattr(kind, "run", run)
+
+
+def norm(device: torch.device) -> tuple[torch.Size, torch.device]:
+    y = torch.empty(3, 64, dtype=torch.bfloat16, device=device)
+    normed, _ = rms_norm_triton(y, torch.empty_like(y), torch.ones(64, dtype=torch.bfloat16, device=device), 1e-6)
+    return normed.shape, normed.device
+
+
+@pytest.mark.usefixtures("launching")
+def test_nothing_is_launched_inside_and_everything_outside_even_after_an_error() -> None:
+    with pytest.raises(Launched):
+        norm(CPU)
+    with dry_run((8, 0)):
+        assert norm(META) == ((3, 64), META)
+        with dry_run((9, 0)):
+            assert norm(META) == ((3, 64), META)
+        assert norm(META) == ((3, 64), META)
+    with pytest.raises(ValueError, match="of the block"), dry_run((8, 0)):
+        raise ValueError("of the block")
+    with pytest.raises(Launched):
+        norm(CPU)
+
+
+@pytest.mark.usefixtures("launching")
+def test_other_threads_launch_meanwhile() -> None:
+    found: list[str] = []
+
+    def launch() -> None:
+        try:
+            norm(CPU)
+        except Launched:
+            found.append("launched")
+
+    with dry_run((9, 0)):
+        thread = threading.Thread(target=launch)
+        thread.start()
+        thread.join()
+    assert found == ["launched"]
+
+
+def test_of_two_threads_one_waits_for_the_other() -> None:
+    order: list[str] = []
+    is_inside = threading.Event()
+
+    def second() -> None:
+        is_inside.wait()
+        order.append("asks")
+        with dry_run((9, 0)):
+            order.append("enters")
+
+    before = triton.JITFunction.run
+    thread = threading.Thread(target=second)
+    thread.start()
+    with dry_run((8, 0)):
+        is_inside.set()
+        thread.join(0.1)
+        assert order == ["asks"] and compute_capability(META) == (8, 0)
+    thread.join()
+    assert order == ["asks", "enters"] and triton.JITFunction.run is before
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="has_hopper needs Gluon")
+def test_the_meta_device_is_the_named_card_and_no_card_outside() -> None:
+    def answers() -> tuple[tuple[int, int], bool, bool]:
+        return compute_capability(META), has_hopper(META), launch_options(META)["PDL"]
+
+    assert answers() == ((0, 0), False, False)
+    with dry_run((9, 0)):
+        assert answers() == ((9, 0), True, True)
+        with dry_run((8, 0)):
+            assert answers() == ((8, 0), False, False)
+        assert answers() == ((9, 0), True, True)
+        with dry_run((10, 0)):
+            assert answers() == ((10, 0), False, True)
+        assert compute_capability(CPU) == (0, 0) and not has_hopper(CPU)
+    assert answers() == ((0, 0), False, False)
+
+
+def test_a_device_is_asked_once_and_the_meta_device_once_in_each_dry_run() -> None:
+    asked: list[torch.device] = []
+    ask = per_device(asked.append)
+    for _ in range(2):
+        ask(CPU), ask(META)
+    assert asked == [CPU, META]
+    with dry_run((9, 0)):
+        ask(META), ask(META)
+    ask(META)
+    assert asked[2:] == [META, META]
