@@ -34,7 +34,7 @@ from teachllm.bench.batch import Batch, random_ids, run_batch  # noqa: E402
 from teachllm.core.memory import MemoryPlan, format_bytes  # noqa: E402
 from teachllm.engine.capacity import num_undisturbed  # noqa: E402
 from teachllm.models.model_config import load_model_config  # noqa: E402
-from teachllm.worker.kv_cache import plan_memory  # noqa: E402
+from teachllm.worker.memory_plan import plan_memory  # noqa: E402
 
 LARGEST_STEPS = ((256, 65), (16, 1040), (1, 16640))  # (requests, prompt tokens): 16,640 tokens in one step
 SMALL_POOL, INPUT_LEN, OUTPUT_LEN = 512, 256, 128

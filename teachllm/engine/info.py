@@ -21,7 +21,7 @@ from teachllm.models.own_model import model_of_rank
 from teachllm.quantization.formats.layer_schemes import quantization_of
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.device import select_device
-from teachllm.worker.kv_cache import plan_memory
+from teachllm.worker.memory_plan import plan_memory
 
 Row = tuple[str, str, str]  # what, amount, explanation
 

@@ -31,7 +31,7 @@ from teachllm.layers.weights.scheme import UNQUANTIZED, WEIGHT_FLOATS, Schemes
 from teachllm.loading.random_weights import fill_parts_randomly, fill_randomly
 from teachllm.loading.stored_weights import Progress, read_pickles, read_safetensors
 from teachllm.models.base import Model
-from teachllm.models.build import NOWHERE, build_model, quantization_of_model
+from teachllm.models.build import META, build_model, quantization_of_model
 from teachllm.models.decoder import CausalLM
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.moe import unstacked
@@ -94,7 +94,7 @@ def _elsewhere(own: CausalLM, model_config: ModelConfig, schemes: Schemes, ranks
     """Return the names of the tensors that other ranks read."""
     if ranks.coords.layout.num_connected == 1:
         return frozenset()
-    whole = build_model(model_config, NOWHERE, schemes)
+    whole = build_model(model_config, META, schemes)
     return frozenset(name for name, _ in whole.checkpoint_tensors()) - {name for name, _ in own.checkpoint_tensors()}
 
 

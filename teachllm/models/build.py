@@ -22,7 +22,7 @@ from teachllm.models.spec import ModelSpec, check_declared, collect
 from teachllm.models.tensor_names import renaming
 from teachllm.quantization.formats.layer_schemes import Quantization, quantization_of
 
-NOWHERE = torch.device("meta")
+META = torch.device("meta")
 T = TypeVar("T")
 
 
@@ -56,7 +56,7 @@ def describe(raw: dict[str, Any]) -> ModelSpec:
     asked: list[str] = []
     config = parse_config(raw)
     part = Part(range(config.num_layers), 1, Schemes(asked.append))
-    model: CausalLM = new_module(lambda: family_of(architecture_of(raw)).build(config, part), NOWHERE, torch.float32)
+    model: CausalLM = new_module(lambda: family_of(architecture_of(raw)).build(config, part), META, torch.float32)
     check_declared(model)
     return collect(model, asked)
 

@@ -45,7 +45,6 @@ class ModelConfig(Shape):
         quantized_as_read: the method by which an unquantized checkpoint is quantized as it is loaded.
         load_format: as `EngineConfig.load_format`.
         num_w8a8_parameters: of the parameters that `num_active_parameters` counts, those of W8A8 products.
-        dequantized: weights that a step of many tokens dequantizes on a GPU, see `Dequantized`.
         generation_defaults: settings of requests that do not name them, see `generation_config.py`.
         raw: config.json, with `EngineConfig.hf_overrides`.
         kv_cache_dtype: as `EngineConfig.kv_cache_dtype`.
@@ -64,7 +63,6 @@ class ModelConfig(Shape):
     quantized_as_read: str | None
     load_format: str
     num_w8a8_parameters: int
-    dequantized: tuple[tuple[int, int, int], ...]
     generation_defaults: dict[str, float | int]
     raw: dict[str, Any]
     kv_cache_dtype: str = "auto"
@@ -156,7 +154,6 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         quantized_as_read=config.quantization,
         load_format=config.load_format,
         num_w8a8_parameters=0,
-        dequantized=(),
         generation_defaults=generation_defaults(config, recommended),
         raw=raw,
         kv_cache_dtype=config.kv_cache_dtype,

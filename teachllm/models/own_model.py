@@ -15,7 +15,7 @@ from teachllm.distributed.ranks import Ranks
 from teachllm.distributed.shards import spread
 from teachllm.errors import ModelError
 from teachllm.layers.weights.scheme import UNQUANTIZED
-from teachllm.models.build import NOWHERE, build_model, describe, parse_config, quantization_of_model
+from teachllm.models.build import META, build_model, describe, parse_config, quantization_of_model
 from teachllm.models.family import DecoderConfig
 from teachllm.models.model_config import DTYPE_BYTES, ModelConfig
 from teachllm.models.moe_config import MoeConfig
@@ -67,9 +67,6 @@ def describe_own(
         eos_token_ids=config.eos_token_ids,
         num_parameters=spec.num_parameters,
         num_active_parameters=spec.num_active_parameters,
-        peak_width=0,
-        gated_peak_width=0,
-        fixed_peak_width=0,
         experts=config.experts,
     )
     return raw, shape, named
@@ -100,11 +97,11 @@ def _described(model: ModelConfig, coords: RankCoords) -> ModelConfig:
     on_cpu = model.device_type == "cpu"  # which multiplies float weights
     quantization = None if on_cpu else quantization_of_model(model)
     schemes = UNQUANTIZED if quantization is None else quantization.schemes
-    built = build_model(model, NOWHERE, schemes, Ranks(coords))
+    built = build_model(model, META, schemes, Ranks(coords))
     spec = collect(built)
     size, unquantized = DTYPE_BYTES[model.dtype], spec
     if quantization is not None:
-        unquantized = collect(build_model(model, NOWHERE, UNQUANTIZED, Ranks(coords)))
+        unquantized = collect(build_model(model, META, UNQUANTIZED, Ranks(coords)))
     num_bytes = spec.num_bytes
     if on_cpu and built.lm_head is not None and built.lm_head is built.embed_tokens:
         num_bytes += built.lm_head.weight.nbytes  # by rows for look-ups, and packed for logits

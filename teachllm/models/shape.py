@@ -20,11 +20,9 @@ class Shape:
         num_parameters: tied ones counted once.
         num_active_parameters: of them, those that a token meets between embeddings and output head. Where a router
             picks experts these are as many of them as one token is sent to, or fewer if that is not known.
-        peak_width: elements that a token keeps alive at the widest point of the forward pass on a GPU; exact for our
-            own models, an estimate for others.
-        gated_peak_width: the same where a product gates its result before it is written.
-        fixed_peak_width: the same where a token's products do not depend on the others.
         experts: of our own models, what some layers have in place of one MLP; None: no layer has.
+        estimated_width: of models that run through transformers' code, an estimate of the elements that a token keeps
+            alive at the widest point of the forward pass on a GPU; of our own it is 0, as they are measured.
     """
 
     context_len: int
@@ -39,7 +37,5 @@ class Shape:
     eos_token_ids: frozenset[int]
     num_parameters: int
     num_active_parameters: int
-    peak_width: int
-    gated_peak_width: int
-    fixed_peak_width: int
     experts: MoeConfig | None = None
+    estimated_width: int = 0

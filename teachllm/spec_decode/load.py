@@ -17,7 +17,7 @@ from teachllm.layers.dtypes import torch_dtype
 from teachllm.loading.loader import check_weights, fill, finish, load_model, stored_names
 from teachllm.loading.random_weights import fill_parts_randomly
 from teachllm.models.base import Model
-from teachllm.models.build import NOWHERE, new_module
+from teachllm.models.build import META, new_module
 from teachllm.models.decoder import CausalLM
 from teachllm.models.draft_heads.base import read_settings
 from teachllm.models.draft_heads.eagle import EagleHead
@@ -168,7 +168,7 @@ def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: Mo
     specs, kept = [], head.kept
     if kept is not None:
         specs = [KVCacheSpec(kept.num_kv_heads, kept.head_size, model.kv_bytes, kept.window)]
-    module = _new_head(head, model, NOWHERE)
+    module = _new_head(head, model, META)
     return DrafterConfig(
         speculation=speculation,
         target=model,

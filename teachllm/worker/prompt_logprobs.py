@@ -12,7 +12,7 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest, TokenLogprobs
 from teachllm.sampling.sampler import Sampler
-from teachllm.worker.gpu.memory_needs import SAMPLED_AT_ONCE
+from teachllm.worker.gpu.memory.sampling_needs import SAMPLED_AT_ONCE
 
 
 class PromptLogprobs:

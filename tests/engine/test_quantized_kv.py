@@ -24,7 +24,7 @@ from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import simulate
 from teachllm.simulator.workload import Workload
 from teachllm.worker import kv_scales
-from teachllm.worker.gpu.memory_needs import memory_table
+from teachllm.worker.gpu.memory.measured import memory_table
 from teachllm.worker.kv_scales import TEXT, _attentions, calibration_ids, scale_of
 from tests.engine.quantized_reference import (
     DTYPES,

@@ -181,7 +181,7 @@ def test_quantized_experts_are_refused_before_a_weight_is_read(
 def on_meta(folder: Path) -> CausalLM:
     """Return the model of a folder with weights that are sizes only."""
     description = load_model_config(EngineConfig(model=str(folder), load_format="dummy"))
-    return build.build_model(description, build.NOWHERE)
+    return build.build_model(description, build.META)
 
 
 def test_an_absent_key_means_what_it_means_to_the_family(tmp_path: Path) -> None:

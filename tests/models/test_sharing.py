@@ -14,7 +14,7 @@ from teachllm.config import EngineConfig
 from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.errors import ModelError
-from teachllm.models.build import NOWHERE, build_model, describe
+from teachllm.models.build import META, build_model, describe
 from teachllm.models.decoder import CausalLM
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.own_model import model_of_rank
@@ -38,7 +38,7 @@ def described(folder: Path, name: str, device_type: str = "cuda", **changes: Any
 
 def part(model: ModelConfig, layout: Layout, rank: int) -> CausalLM:
     """Its weights are sizes only."""
-    return build_model(model, NOWHERE, ranks=Ranks(layout.coords(rank)))
+    return build_model(model, META, ranks=Ranks(layout.coords(rank)))
 
 
 @pytest.mark.parametrize("name", OWN if THOROUGH else ["qwen2", "qwen3", "qwen3_moe", "mixtral"])
@@ -73,6 +73,12 @@ def test_a_cpu_holds_a_tied_head_twice_where_one_stage_has_both_ends(tmp_path: P
     for layout, twice in ((Layout(2, 1), vocabulary // 2), (Layout(1, 2), 0)):
         place = layout.coords(0)
         assert model_of_rank(model, place).weight_bytes - model_of_rank(gpu, place).weight_bytes == twice
+
+
+def test_whole_experts_are_as_wide_on_a_rank_as_on_all(tmp_path: Path) -> None:
+    model = described(tmp_path, "qwen3_moe", moe_intermediate_size=4096)
+    parts = [model_of_rank(model, Layout(2, 1, spreads).coords(1)).experts for spreads in (True, False)]
+    assert [part and part.intermediate_size for part in parts] == [4096, 2048]
 
 
 def test_an_intermediate_size_that_no_layer_has_need_not_be_shared(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import torch
 from teachllm import EngineConfig
 from teachllm.core.memory import MemoryPlan
 from teachllm.models.model_config import ModelConfig, load_model_config
-from teachllm.worker import kv_cache
-from teachllm.worker.kv_cache import allocate_kv_cache, kv_cache_specs, plan_memory
+from teachllm.worker import memory_plan
+from teachllm.worker.kv_cache import allocate_kv_cache, kv_cache_specs
+from teachllm.worker.memory_plan import plan_memory
 from tests.worker.engines import make_llm, random_ids, tiny
 
 CPU = torch.device("cpu")
@@ -47,14 +48,14 @@ def test_more_than_the_machine_has_shows_the_table_and_what_fits(
 ) -> None:
     whole = plan()
     free = whole.weights + whole.activations + 50 * whole.bytes_per_block
-    monkeypatch.setattr(kv_cache, "_free_ram", lambda: free)
+    monkeypatch.setattr(memory_plan, "_free_ram", lambda: free)
     with pytest.raises(
         ValueError, match=f"^{name}={given} does not fit into the .*: set {name}={fits} or less\n"
     ) as refused:
         plan(**{name: given})
     assert "\n  weights " in str(refused.value) and "\n  KV cache " in str(refused.value)
     assert plan(**{name: fits}).num_blocks == 50
-    monkeypatch.setattr(kv_cache, "_free_ram", lambda: 1000)
+    monkeypatch.setattr(memory_plan, "_free_ram", lambda: 1000)
     with pytest.raises(ValueError, match="take a smaller model or a machine with more memory"):
         plan(**{name: given})
 
@@ -87,7 +88,7 @@ def test_the_share_of_free_memory_is_a_limit(monkeypatch: pytest.MonkeyPatch) ->
     config, model = load(max_num_seqs=64)
     whole = plan_memory(config, model, CPU)
     free = whole.weights + whole.activations + 50 * whole.bytes_per_block
-    monkeypatch.setattr(kv_cache, "_free_ram", lambda: free)
+    monkeypatch.setattr(memory_plan, "_free_ram", lambda: free)
     assert plan_memory(replace(config, gpu_memory_utilization=1.0), model, CPU).num_blocks == 50
     less = plan_memory(replace(config, gpu_memory_utilization=0.999), model, CPU)
     assert less.budget == int(free * 0.999) and less.num_blocks < 50
@@ -100,7 +101,7 @@ def test_main_memory_is_divided_among_all_processes(monkeypatch: pytest.MonkeyPa
     config, model = load(max_num_seqs=64)
     whole = plan_memory(config, model, CPU)
     free = whole.taken + 50 * whole.bytes_per_block
-    monkeypatch.setattr(kv_cache, "_free_ram", lambda: 2 * free)
+    monkeypatch.setattr(memory_plan, "_free_ram", lambda: 2 * free)
     several = replace(config, gpu_memory_utilization=1.0, **sizes)  # type: ignore[arg-type]
     assert plan_memory(several, model, CPU).num_blocks == 50
     with pytest.raises(ValueError, match="num_gpu_blocks_override=50 or less"):
@@ -108,7 +109,7 @@ def test_main_memory_is_divided_among_all_processes(monkeypatch: pytest.MonkeyPa
 
 
 def test_free_memory_is_read_from_this_machine() -> None:
-    assert 1 << 26 < kv_cache._free_ram() < 1 << 50
+    assert 1 << 26 < memory_plan._free_ram() < 1 << 50
 
 
 def test_too_little_memory_shows_the_table_and_the_longest_sequence_that_fits() -> None:
@@ -132,7 +133,7 @@ def test_the_length_that_the_message_names_fits_also_when_the_machine_is_the_lim
     config, model = load()
     whole = plan_memory(config, model, CPU)
     free = whole.weights + whole.activations + 3 * whole.bytes_per_block + 5
-    monkeypatch.setattr(kv_cache, "_free_ram", lambda: free)
+    monkeypatch.setattr(memory_plan, "_free_ram", lambda: free)
     with pytest.raises(ValueError, match="set max_model_len=48 or less, or raise gpu_memory_utilization, or free"):
         plan(gpu_memory_utilization=1.0)
     assert plan(gpu_memory_utilization=1.0, max_model_len=48).num_tokens == 48
@@ -152,7 +153,7 @@ def test_memory_that_holds_no_block_at_all_names_no_length() -> None:
 def test_weights_that_do_not_fit_are_named(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config, model = load()
     whole = plan_memory(config, model, CPU)
-    monkeypatch.setattr(kv_cache, "_free_ram", lambda: whole.taken - missing)
+    monkeypatch.setattr(memory_plan, "_free_ram", lambda: whole.taken - missing)
     with pytest.raises(
         ValueError, match=r"^weights \(.*B\) and what a step needs \(.*B\) do not fit into the .*B that"
     ):

@@ -2,7 +2,7 @@
 
     data_parallel_size=2, tensor_parallel_size=2        replica 0  cuda:0 cuda:1        replica 1  cuda:2 cuda:3
 
-Main memory is shared, too: see `worker.kv_cache.plan_memory`.
+Main memory is shared, too: see `worker.memory_plan.plan_memory`.
 """
 
 from __future__ import annotations

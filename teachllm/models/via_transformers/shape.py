@@ -65,9 +65,7 @@ def shape(folder: Path, engine_config: EngineConfig) -> Shape:
         eos_token_ids=JsonObject(config.to_dict(), "config.json").token_ids("eos_token_id"),
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_active_parameters=_num_active(model, config),
-        peak_width=_peak_width(config),
-        gated_peak_width=_peak_width(config),
-        fixed_peak_width=_peak_width(config),
+        estimated_width=_estimated_width(config),
     )
     _check_head(model, shape)
     return shape
@@ -158,8 +156,8 @@ def _windows(config: Any, attentions: Sequence[Any]) -> tuple[int | None, ...]:
     return tuple(getattr(each, "sliding_window", said) for each, said in zip(attentions, listed, strict=True))
 
 
-def _peak_width(config: Any) -> int:
-    """As of a gated MLP whose gate, up and their product are there at once beside the residual stream."""
+def _estimated_width(config: Any) -> int:
+    """Estimate the width as of a gated MLP whose gate, up and product exist at once beside the residual stream."""
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if isinstance(inner, list):  # one size per layer
         inner = max(inner)

@@ -44,9 +44,9 @@ from teachllm.worker.kv_cache import (
     allocate_layers,
     attention_needs,
     kv_cache_specs,
-    plan_memory,
 )
 from teachllm.worker.kv_scales import calibrate, enable_kv_quantization, layers_of
+from teachllm.worker.memory_plan import plan_memory
 from teachllm.worker.prompt_logprobs import PromptLogprobs
 from teachllm.worker.rows import OpenedRow
 from teachllm.worker.runner import ReadyOutput

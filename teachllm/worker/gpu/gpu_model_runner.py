@@ -34,14 +34,17 @@ from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.spec_decode.tree import DraftTree
-from teachllm.worker.gpu.attention_inputs import FlatBatch, GPUAttention
+from teachllm.worker.gpu.attention_inputs import GPUAttention
 from teachllm.worker.gpu.cuda_graphs import FullKey, Graphs
 from teachllm.worker.gpu.device_batch import NUM_STEPS, DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.gpu_sampling import GPUSampling
 from teachllm.worker.gpu.graph_runner import GraphRunner
 from teachllm.worker.gpu.launched_step import LaunchedStep, PendingStep
-from teachllm.worker.gpu.memory_needs import compare, measure_needs, sampling_bytes, ungated_bytes
+from teachllm.worker.gpu.memory.largest_step import LargestStep
+from teachllm.worker.gpu.memory.measured import compare, measure_needs
+from teachllm.worker.gpu.memory.predicted import short_step_bytes
+from teachllm.worker.gpu.memory.sampling_needs import sampling_bytes
 from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
 from teachllm.worker.kv_cache import (
     KVCache,
@@ -50,10 +53,9 @@ from teachllm.worker.kv_cache import (
     attention_needs,
     drafter_needs,
     kv_cache_specs,
-    measured_plan,
-    plan_memory,
 )
 from teachllm.worker.kv_scales import calibrate, enable_kv_quantization, layers_of
+from teachllm.worker.memory_plan import measured_plan, plan_memory
 from teachllm.worker.prompt_logprobs import PromptLogprobs
 from teachllm_kernels.attention.kv_move import KVMover
 from teachllm_kernels.compile_ahead import compiling_ahead
@@ -147,7 +149,7 @@ class GPUModelRunner:
             is_eager=self._eager,
         )
         self._allocate(config, drafter, 1, draft_caches)  # to measure with
-        memory = self._measured(predicted, config, weights, free, total)
+        memory = self._measured(predicted, config, weights, free, total, drafter)
         self.memory = memory.of_blocks(agreed_least(ranks.world, memory.num_blocks, device))
         self._allocate(config, drafter, self.memory.num_blocks, draft_caches)
         if model_config.has_quantized_kv:
@@ -221,7 +223,15 @@ class GPUModelRunner:
         self._graphs.clear()
         gc.unfreeze()
 
-    def _measured(self, predicted: MemoryPlan, config: EngineConfig, weights: int, free: int, total: int) -> MemoryPlan:
+    def _measured(
+        self,
+        predicted: MemoryPlan,
+        config: EngineConfig,
+        weights: int,
+        free: int,
+        total: int,
+        drafter: DrafterConfig | None,
+    ) -> MemoryPlan:
         """The plan with what the largest step takes, measured by running it; `free` and `total` are from the start."""
         num_bytes = sampling_bytes(config, self._model_config)
 
@@ -230,7 +240,8 @@ class GPUModelRunner:
             return self._largest_step(self._kv_caches, num_bytes)
 
         needs = measure_needs(predicted, run, self._device, total - free, self._eager)
-        needs["activations"] = max(needs["activations"], ungated_bytes(config, self._model_config, self._device))
+        shorter = short_step_bytes(config, self._model_config, self._device, drafter)
+        needs["activations"] = max(needs["activations"], shorter)
         measured = {"weights": weights, **needs}
         compare(predicted, measured)
         return measured_plan(predicted, config, free, measured)
@@ -256,26 +267,15 @@ class GPUModelRunner:
 
     @torch.inference_mode()
     def _largest_step(self, kv_caches: KVCache, num_sampling_bytes: int) -> tuple[torch.Tensor, ...]:
-        """As many tokens as a step may have, all padding, as many logits, and room to sample from them."""
-        batch, size = self._batch, self._batch.input_ids.shape[0]
-        batch.slot_mapping.fill_(-1)
-        metadata = self._attention.metadata(FlatBatch.of(batch, 1, size, 0))
-        metadata.outside = lambda call: None
-        hidden = self.model(batch.input_ids, batch.positions, kv_caches, metadata)
-        if self._drafting is not None:
-            self._drafting.largest_step(hidden)
-        logits: list[torch.Tensor] = []
-        if self._ranks.coords.is_last_stage:
-            logits.append(
-                self.model.logits(
-                    hidden.index_select(0, batch.header.logit_index[:-1]),  # freed before sampling; none of padding
-                    sharded=True,
-                    in_float32=False,
-                )
-            )
-            if not self._columns.are_all:
-                logits.append(self._columns.gathered(logits[0]))
-        return hidden, *logits, torch.empty(num_sampling_bytes, dtype=torch.uint8, device=self._device)
+        """Compute `LargestStep.run`: as many tokens and logits as a step may have, and room to sample from them."""
+        step = LargestStep(
+            model=self.model,
+            batch=self._batch,
+            attention=self._attention,
+            drafting=self._drafting,
+            columns=self._columns if self._ranks.coords.is_last_stage else None,
+        )
+        return step.run(kv_caches, num_sampling_bytes)
 
     def _execute(self, plan: SchedulerOutput) -> LaunchedStep:
         drafting, kept = self._drafting, (self._sampler, self._prompt_logprobs)

@@ -354,7 +354,7 @@ def test_info_says_what_each_replica_has(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_main_memory_is_divided_among_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teachllm.worker.kv_cache._free_ram", lambda: 40 << 20)
+    monkeypatch.setattr("teachllm.worker.memory_plan._free_ram", lambda: 40 << 20)
     rows = {}
     for count in (1, 2):
         found = describe_model(EngineConfig(model=reference("qwen3").path, device="cpu", data_parallel_size=count))

@@ -16,12 +16,8 @@ from teachllm.bench.batch import Batch, random_ids, run_batch
 from teachllm.core.memory import NotEnoughMemoryError
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
-from teachllm.worker.gpu.memory_needs import (
-    graph_bytes,
-)
-from teachllm.worker.kv_cache import (
-    plan_memory,
-)
+from teachllm.worker.gpu.memory.predicted import predict_needs
+from teachllm.worker.memory_plan import plan_memory
 from tests.bench.h200_script import h200
 from tests.worker.gpu.imagined_gpu import describe
 
@@ -113,7 +109,7 @@ def test_recordings_of_many_sizes_share_their_memory(tmp_path: Path) -> None:
     assert len(llm.engine.core.executor._runner._graphs._pieces) >= 3  # type: ignore[attr-defined]
     used = _pool_bytes() - before
     llm.close()
-    assert 0 < used < graph_bytes(config, model)
+    assert 0 < used < predict_needs(config, model, torch.device("cuda"))["graphs"]
 
 
 def _pool_bytes() -> int:

@@ -13,18 +13,20 @@ from teachllm.core.scheduler_output import NewRow
 from teachllm.sampling.device_parameters import DeviceParameters
 from teachllm.sampling.sampler import Sampler
 from teachllm.sampling.shared_vocabulary import Columns
-from teachllm.worker.gpu import memory_needs
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.gpu_sampling import GPUSampling
 from teachllm.worker.gpu.launched_step import logprobs_of
-from teachllm.worker.gpu.memory_needs import (
+from teachllm.worker.gpu.memory.live_bytes import LiveBytes
+from teachllm.worker.gpu.memory.sampling_needs import (
+    BYTES_OF_HISTORY,
+    LOGITS_COPIES,
     SAMPLED_AT_ONCE,
     sampling_bytes,
 )
 from teachllm.worker.prompt_logprobs import PromptLogprobs
+from teachllm_kernels.dry_run import dry_run
 from teachllm_kernels.sampling import random_sample
-from tests.live_bytes import LiveBytes
-from tests.worker.gpu.imagined_gpu import NOWHERE, NoLaunch
+from tests.worker.gpu.imagined_gpu import NOWHERE
 
 
 def test_sampling_with_every_parameter_stays_within_its_bound() -> None:
@@ -44,7 +46,7 @@ def test_sampling_with_every_parameter_stays_within_its_bound() -> None:
     token_ids = torch.zeros(num_rows, max_len, dtype=torch.int32)
     with LiveBytes() as live:
         sampler.sample(logits + 0, list(range(num_rows)), lengths, token_ids)
-    bound = num_rows * (memory_needs._LOGITS_COPIES * 4 * vocab_size + memory_needs._BYTES_OF_HISTORY * max_len)
+    bound = num_rows * (LOGITS_COPIES * 4 * vocab_size + BYTES_OF_HISTORY * max_len)
     assert 0.7 * bound < live.peak < bound
 
 
@@ -65,13 +67,11 @@ def test_scoring_a_prompt_stays_within_the_bound_of_sampling_even_for_one_reques
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 256])
-def test_the_samplers_workspaces_are_counted(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
-    monkeypatch.setattr(random_sample, "_scan", NoLaunch())
-    monkeypatch.setattr(random_sample, "_pick", NoLaunch())
+def test_the_samplers_workspaces_are_counted(num_rows: int) -> None:
     logits = torch.empty(num_rows, 151936, device=NOWHERE)
     rows = torch.zeros(num_rows, dtype=torch.int32, device=NOWHERE)
     table, index = DeviceParameters(num_rows, torch.device(NOWHERE)).table, rows.long()
-    with LiveBytes() as live:
+    with dry_run((9, 0)), LiveBytes() as live:
         sampled = random_sample.sample_triton(logits, rows, table, index, any_random=True, any_filtered=True)
     assert sampled.shape == (num_rows,)
     assert (

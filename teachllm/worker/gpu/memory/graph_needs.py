@@ -1,0 +1,78 @@
+"""How much memory CUDA graphs take: one pool for the tensors of all recordings, and what each recorded kernel costs.
+
+The pool is as large as its largest recording needs, whose forward pass is measured on the meta device.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from teachllm.config import EngineConfig
+from teachllm.layers.attention_backends import selection
+from teachllm.layers.dtypes import dtype_bytes
+from teachllm.models.model_config import ModelConfig
+from teachllm.spec_decode.load import DrafterConfig
+from teachllm.spec_decode.tree import DraftTree
+from teachllm.worker.gpu.cuda_graphs import GraphSizes
+from teachllm.worker.gpu.device_step import DeviceStep
+from teachllm.worker.gpu.memory.meta_runner import MetaRunner
+from teachllm.worker.gpu.spec_decode.capture_ahead import VARIANTS, decode_steps
+from teachllm_kernels.sampling.random_sample import workspace_bytes
+
+_KERNELS_PER_LAYER = 9
+_BYTES_PER_KERNEL = 8 << 10  # of a recording, an assumption: `benchmarks/ledger.py` prints what recordings took
+
+
+def has_graphs(config: EngineConfig) -> bool:
+    """Return whether steps are recorded: not with a backend that needs the host in each, as some chosen by name do."""
+    return not config.enforce_eager and selection.is_recordable(config.attention_backend)
+
+
+def graph_bytes(
+    config: EngineConfig, model: ModelConfig, runner: MetaRunner, drafter: DrafterConfig | None = None
+) -> int:
+    """Return what all of `num_recordings` hold, and those that an engine that speculates records ahead."""
+    num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    assert num_seqs and num_tokens
+    size, largest = dtype_bytes(model.dtype), GraphSizes(num_seqs, num_tokens).largest_mixed
+    most = num_seqs + 1  # with one of padding
+    num_layers = num_recordings(config) * model.num_layers
+    if config.speculative_config is not None:
+        tree, batch = DraftTree.of_config(config.speculative_config), runner.batch
+        # What speculates is recorded when it is needed, too: as many tokens as the most requests may verify.
+        verified = [count * (1 + batch.max_drafts) for count in batch.sizes.decodes()]
+        most = max(most, *(1 + count for count in verified if count <= num_tokens))
+        steps = decode_steps(batch, config.speculative_config.adaptive).values()
+        rounds = sum(tree.num_levels(step.most_next) for step in steps)  # a drafter runs once for each level
+        num_drafter_layers = 0 if drafter is None else len(drafter.specs)
+        num_layers += len(VARIANTS) * (len(steps) * model.num_layers + rounds * num_drafter_layers)
+    forward = runner.forward_bytes(min(max(largest, most), num_tokens))
+    num_columns = model.vocab_size  # of logits; ranks that share them keep their part beside all of them
+    if config.tensor_parallel_size > 1:
+        num_columns += -(-model.vocab_size // config.tensor_parallel_size)
+    logits = most * (model.hidden_size + num_columns) * size + workspace_bytes(most, model.vocab_size)
+    return forward + logits + num_layers * _KERNELS_PER_LAYER * _BYTES_PER_KERNEL
+
+
+def num_recordings(config: EngineConfig) -> int:
+    """Return how many there are when every size has been met: decodes, prompts alone, mixed steps.
+
+    Each of the first two with one way of sampling, though every further one (greedy, random, filtered, outside of the
+    graph) is recorded beside it. The sizes of prompts are asked of `GraphSizes`, step by step.
+    """
+    num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    assert num_seqs and num_tokens
+    sizes = GraphSizes(num_seqs, num_tokens)
+    largest = sizes.largest_mixed
+    full: set[tuple[bool, tuple[int, int]]] = set()
+    for count in range(1, num_seqs + 1):
+        each = list(range(count))
+        decodes = DeviceStep(each, [1] * count, each, num_decodes=count, sampling=each)
+        prompts = (DeviceStep(each, [1] * (count - 1) + [n], each, 0, each) for n in range(1, largest + 1))
+        for step in chain([decodes], prompts):
+            shape = sizes.full(step)
+            if shape is None:  # nor is there one for longer prompts
+                break
+            full.add((step.is_decode, shape))
+    mixed = {sizes.mixed(count) for count in range(1, largest + 1)}
+    return len(full) + len(mixed)

@@ -1,0 +1,133 @@
+"""What a GPU's runner has in memory, on the meta device: to count its buffers, and what its largest step holds.
+
+Everything here is made inside of a `dry_run`, whose card the meta device stands for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from teachllm.config import EngineConfig
+from teachllm.distributed.ranks import ALONE
+from teachllm.layers.attention_backends.invariant import InvariantBackend
+from teachllm.layers.attention_backends.triton import TritonBackend
+from teachllm.layers.dtypes import torch_dtype
+from teachllm.models.build import META, new_module
+from teachllm.models.decoder import CausalLM
+from teachllm.models.draft_heads.eagle import EagleHead
+from teachllm.models.draft_heads.medusa import MedusaConfig, MedusaHeads
+from teachllm.models.model_config import ModelConfig
+from teachllm.sampling.sampler import Sampler
+from teachllm.sampling.shared_vocabulary import Columns
+from teachllm.spec_decode.draft_model import DraftModel
+from teachllm.spec_decode.drafter import ModelDrafter
+from teachllm.spec_decode.eagle import Eagle
+from teachllm.spec_decode.load import DrafterConfig
+from teachllm.spec_decode.medusa import Medusa
+from teachllm.spec_decode.tree import DraftTree
+from teachllm.worker.gpu.attention_inputs import GPUAttention
+from teachllm.worker.gpu.device_batch import DeviceBatch
+from teachllm.worker.gpu.memory.largest_step import LargestStep
+from teachllm.worker.gpu.memory.live_bytes import LiveBytes
+from teachllm.worker.gpu.memory.meta_model import MetaModel, meta_model, meta_ranks
+from teachllm.worker.gpu.memory.sampling_needs import sampling_bytes
+from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
+from teachllm.worker.kv_cache import allocate_layers, attention_needs, drafter_needs, kv_cache_specs
+from teachllm.worker.kv_scales import enable_kv_quantization, layers_of
+
+
+class MetaRunner:
+    """Hold a few layers of a model, its drafter, and all rows and plans of a `GPUModelRunner`, on the meta device.
+
+    Args:
+        config: resolved for this model.
+        model: of several ranks, what one has.
+
+    Attributes:
+        batch: the rows.
+        buffer_bytes: what the runner keeps from step to step beside weights and KV.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None = None) -> None:
+        assert config.max_num_seqs and config.max_model_len and config.max_num_batched_tokens
+        self._config, self._model = config, model
+        ranks, speculation = meta_ranks(config, model), config.speculative_config
+        built = meta_model(config, model, ranks)
+        all_specs = kv_cache_specs(model)
+        specs = [all_specs[layer] for layer in built.layers]
+        self._kv_caches = allocate_layers(specs, model.kv_dtype, 1, config.block_size, META)
+        if model.has_quantized_kv:
+            enable_kv_quantization(built.model, specs, META)
+        proposer = None if drafter is None else _drafter(drafter, config, built)
+        tree = None if speculation is None else DraftTree.of_config(speculation)
+        with LiveBytes(META.type) as live:
+            self.batch = DeviceBatch(
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=config.max_model_len,
+                block_size=config.block_size,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                device=META,
+                tree=tree,
+            )
+            # In the largest step no backend computes anything, so only what decodes are planned for matters here.
+            backend = InvariantBackend() if config.batch_invariant else TritonBackend()
+            needs = attention_needs(config, model)
+            attention = GPUAttention(needs, backend, self.batch, 1 + self.batch.max_drafts)
+            drafting = None
+            sampler = Sampler(config.max_num_seqs, model.vocab_size, META)
+            if speculation is not None and tree is not None and (proposer is not None or speculation.method == "ngram"):
+                own = needs if drafter is None else drafter_needs(drafter, needs)
+                drafting = GPUDrafting(
+                    speculation,
+                    proposer,
+                    tree,
+                    model,
+                    batch=self.batch,
+                    sampler=sampler,
+                    attention=GPUAttention(own, backend, self.batch, max(1 + self.batch.max_drafts, 2)),
+                )
+        self.buffer_bytes = live.now
+        self._step = LargestStep(
+            model=built.model,
+            batch=self.batch,
+            attention=attention,
+            drafting=drafting,
+            columns=Columns(model.vocab_size, ranks.tensor) if ranks.coords.is_last_stage else None,
+        )
+
+    @torch.inference_mode()
+    def step_bytes(self, num_tokens: int) -> int:
+        """Return what a step of so many tokens holds at its peak, sampling included."""
+        with LiveBytes(META.type) as live:
+            self._step.run(self._kv_caches, sampling_bytes(self._config, self._model), num_tokens)
+        return live.peak
+
+    @torch.inference_mode()
+    def forward_bytes(self, num_tokens: int) -> int:
+        """Return what the forward pass of so many tokens holds at its peak."""
+        with LiveBytes(META.type) as live:
+            self._step.forward(self._kv_caches, num_tokens)
+        return live.peak
+
+
+def _drafter(drafter: DrafterConfig, config: EngineConfig, target: MetaModel) -> ModelDrafter:
+    """Build a drafter on the meta device, as `load_drafter` does on a GPU."""
+    head, dtype = drafter.head, torch_dtype(drafter.dtype)
+    if isinstance(head, MedusaConfig):
+        return Medusa(new_module(lambda: MedusaHeads(head), META, dtype), target.model)
+    found: DraftModel | Eagle
+    if head is None:
+        own = meta_model(config, drafter.model, ALONE)
+        specs = [drafter.specs[layer] for layer in own.layers]
+        caches = allocate_layers(specs, drafter.kv_dtype, 1, config.block_size, META)
+        found = DraftModel(own.model, caches, drafter.model.vocab_size, drafter.target.vocab_size)
+    else:
+        assert isinstance(target.model, CausalLM)  # as `load_drafter_config` has checked
+        specs = list(drafter.specs)
+        caches = allocate_layers(specs, drafter.kv_dtype, 1, config.block_size, META)
+        found = Eagle(
+            new_module(lambda: EagleHead(head, drafter.model.max_model_len), META, dtype), target.model, caches
+        )
+    if drafter.target.has_quantized_kv:
+        enable_kv_quantization(layers_of(found), specs, META)
+    return found
