@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from teachllm_kernels.attention.decode_plan import DecodePlan
 from teachllm_kernels.attention.kv_quantization import KVScales
 from teachllm_kernels.attention.kv_write import kv_write_cpu, kv_write_triton
 from teachllm_kernels.attention.paged_attention import Trees
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -49,8 +51,7 @@ class AttentionMetadata:
         num_decode_tokens: of all decodes; None: as many as there are decodes.
         is_fused: all are decodes, of whose attention norm, rotation and KV write are a part; on a GPU only.
         prefill_start: [num_seqs - num_decodes + 1] int32, `query_start` of the others, from their own first token on.
-        plans: what was prepared for the step and is read by all layers: decode plans by their window, anything else by
-            a key of the backend's own.
+        decode_plans: the plan of the decodes' attention, by window; on a GPU only.
         trees: of each request what its tokens see, where drafts are trees; on a CPU only.
         tree, first_place: what tokens of decodes see, the same for all, as `paged_decode_triton` takes it; on a GPU.
         logits_indices: [num_logits] int32, the tokens whose hidden states the model returns, each the last one that its
@@ -74,23 +75,31 @@ class AttentionMetadata:
     num_decode_tokens: int | None = None
     is_fused: bool = False
     prefill_start: torch.Tensor | None = None
-    plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+    decode_plans: dict[int | None, DecodePlan] = field(default_factory=dict, repr=False)
     trees: Trees = None
     tree: torch.Tensor | None = None
     first_place: int = 0
     logits_indices: torch.Tensor | None = None
     last_layer_metadata: Callable[[], AttentionMetadata] | None = None
     outside: Callable[[Callable[[AttentionMetadata], None]], None] | None = None
+    _prepared: dict[type, object] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def first_prompt_token(self) -> int:
         """The flat token behind those of all decodes."""
         return self.num_decodes if self.num_decode_tokens is None else self.num_decode_tokens
 
-    @property
-    def decode_plans(self) -> dict[int | None, DecodePlan]:
-        """On a GPU: the plan of the decodes' attention, by window."""
-        return self.plans
+    def prepared(self, kind: type[T]) -> T:
+        """Return what a backend prepares in its first layer for all layers of the step.
+
+        Args:
+            kind: the backend's own metadata, a class that can be made without arguments; the step has one of each kind.
+        """
+        found = self._prepared.get(kind)
+        if found is None:
+            found = self._prepared[kind] = kind()
+        assert isinstance(found, kind)
+        return found
 
 
 def write_kv(

@@ -12,7 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from teachllm.distributed.shards import Shard
 from teachllm.layers.attention import AttentionMetadata, paged_attention, write_kv
 from teachllm.layers.attention_backends.base import AttentionSettings
-from teachllm.layers.attention_backends.triton import check_heads
+from teachllm.layers.attention_backends.reference import ReferenceMetadata
+from teachllm.layers.attention_backends.triton import TritonMetadata, check_heads
 from teachllm.layers.linear import Linear
 from teachllm.layers.rotary import Rotary, RotaryConfig, attention_factor, inverse_frequencies
 from teachllm.layers.weights import dense_weight
@@ -97,7 +98,7 @@ def test_a_token_is_written_to_its_slot_and_layers_with_one_window_share_a_plan(
     for window in (None, None, 1, 1):
         write_kv(k, v, caches, metadata)
         paged_attention(q, k, v, caches, metadata, AttentionSettings(1.0, window))
-    assert len(metadata.plans) == 2
+    assert len(metadata.prepared(ReferenceMetadata).plans) == 2
     assert torch.equal(caches[0][1, :2], k) and not caches[0][0].any() and not caches[0][1, 2:].any()
 
 
@@ -169,3 +170,12 @@ def test_of_one_row_ranks_add_bias_and_residual_once(bias: bool) -> None:
             layer.bias.data = whole.bias.data
         parts.append(layer.one_row(x[:, columns].contiguous(), residual=residual))
     torch.testing.assert_close(parts[0] + parts[1], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_backends_prepare_in_a_step_is_kept_by_kind_and_for_that_step_alone() -> None:
+    none = torch.zeros(0, dtype=torch.int32)
+    steps = [AttentionMetadata(none, none, none, none, [], []) for _ in range(2)]
+    own = steps[0].prepared(ReferenceMetadata)
+    assert steps[0].prepared(ReferenceMetadata) is own and isinstance(own, ReferenceMetadata)
+    assert isinstance(steps[0].prepared(TritonMetadata), TritonMetadata)
+    assert steps[1].prepared(ReferenceMetadata) is not own

@@ -57,6 +57,8 @@ class AttentionNeeds:
 class AttentionBackend(Protocol):
     """Computes attention over the paged cache.
 
+    What a backend prepares once per step is a metadata class of its own, see `AttentionMetadata.prepared`.
+
     Attributes:
         name: as the package's docstring lists it.
         in_graphs: its launches can be recorded in a CUDA graph, as lengths stay on the device.

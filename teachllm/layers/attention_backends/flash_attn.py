@@ -9,8 +9,11 @@ Source: https://github.com/Dao-AILab/flash-attention, `hopper/flash_attn_interfa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,31 @@ from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSet
 
 if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata
+
+_Function = Callable[..., torch.Tensor]  # of the package
+_Attend = Callable[[torch.Tensor, KVCache, "AttentionMetadata", AttentionSettings], torch.Tensor]
+
+
+class _Options(TypedDict):
+    """A layer's arguments of both versions: `window_size` counts tokens to the left and right of one's own."""
+
+    softmax_scale: float
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+
+
+@dataclass(slots=True)
+class FlashAttnMetadata:
+    """Hold what a step's first layer prepares for all of them.
+
+    Attributes:
+        tables: [num_seqs, max_blocks] int32, the block tables in the order of the batch.
+        kv_start: [num_prompts + 1] int32, where the keys of each prompt begin if they lie one after the other.
+    """
+
+    tables: torch.Tensor | None = None
+    kv_start: torch.Tensor | None = None
 
 
 class FlashAttnBackend:
@@ -33,13 +61,11 @@ class FlashAttnBackend:
         if _has_version_3():
             from flash_attn_interface import flash_attn_with_kvcache
 
-            self._attend: Any = _attend_3
-            self._functions: tuple[Any, ...] = (flash_attn_with_kvcache,)
+            self._attend: _Attend = partial(_attend_3, flash_attn_with_kvcache)
         else:
             from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-            self._attend = _attend_2
-            self._functions = (flash_attn_with_kvcache, flash_attn_varlen_func)
+            self._attend = partial(_attend_2, flash_attn_with_kvcache, flash_attn_varlen_func)
 
     @staticmethod
     def check(needs: AttentionNeeds) -> None:
@@ -68,7 +94,7 @@ class FlashAttnBackend:
         settings: AttentionSettings,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        result = self._attend(self._functions, q, kv_cache, metadata, settings)
+        result = self._attend(q, kv_cache, metadata, settings)
         return result if out is None else out.copy_(result)
 
 
@@ -76,8 +102,7 @@ def _has_version_3() -> bool:
     return find_spec("flash_attn_interface") is not None
 
 
-def _options(settings: AttentionSettings) -> dict[str, Any]:
-    """Return a layer's arguments of both versions: `window_size` counts tokens to the left and right of one's own."""
+def _options(settings: AttentionSettings) -> _Options:
     window = (-1, -1) if settings.window is None else (settings.window - 1, 0)
     return {
         "softmax_scale": settings.scale,
@@ -88,18 +113,27 @@ def _options(settings: AttentionSettings) -> dict[str, Any]:
 
 
 def _tables(metadata: AttentionMetadata) -> torch.Tensor:
-    """[num_seqs, max_blocks] int32, the block tables in the order of the batch; made once per step."""
-    tables: torch.Tensor | None = metadata.plans.get("tables")
-    if tables is None:
+    """Return `FlashAttnMetadata.tables`."""
+    prepared = metadata.prepared(FlashAttnMetadata)
+    if prepared.tables is None:
         assert metadata.rows is not None
-        tables = metadata.plans["tables"] = metadata.block_tables.index_select(0, metadata.rows)
-    return tables
+        prepared.tables = metadata.block_tables.index_select(0, metadata.rows)
+    return prepared.tables
+
+
+def _kv_start(metadata: AttentionMetadata) -> torch.Tensor:
+    """Return `FlashAttnMetadata.kv_start`."""
+    prepared = metadata.prepared(FlashAttnMetadata)
+    if prepared.kv_start is None:
+        lens = metadata.seq_lens[metadata.num_decodes :]
+        prepared.kv_start = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    return prepared.kv_start
 
 
 def _attend_3(
-    functions: tuple[Any], q: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata, settings: AttentionSettings
+    attend: _Function, q: torch.Tensor, kv_cache: KVCache, metadata: AttentionMetadata, settings: AttentionSettings
 ) -> torch.Tensor:
-    return functions[0](
+    return attend(
         q,
         *kv_cache,
         cache_seqlens=metadata.seq_lens,
@@ -111,13 +145,13 @@ def _attend_3(
 
 
 def _attend_2(
-    functions: tuple[Any, Any],
+    attend_decodes: _Function,
+    attend_prompts: _Function,
     q: torch.Tensor,
     kv_cache: KVCache,
     metadata: AttentionMetadata,
     settings: AttentionSettings,
 ) -> torch.Tensor:
-    attend_decodes, attend_prompts = functions
     tables, count, options = _tables(metadata), metadata.num_decodes, _options(settings)
     parts = []
     if count:
@@ -130,15 +164,11 @@ def _attend_2(
         )
         parts.append(decoded.squeeze(1))
     if count < len(metadata.query_lens):
-        lens = metadata.plans.get("kv_start")
-        if lens is None:
-            lens = F.pad(metadata.seq_lens[count:].cumsum(0, dtype=torch.int32), (1, 0))
-            metadata.plans["kv_start"] = lens
         prompts = attend_prompts(
             q[count:],
             *kv_cache,
             cu_seqlens_q=metadata.prefill_start,
-            cu_seqlens_k=lens,
+            cu_seqlens_k=_kv_start(metadata),
             max_seqlen_q=max(metadata.query_lens[count:]),
             max_seqlen_k=max(metadata.kv_lens[count:]),
             block_table=tables[count:],

@@ -8,8 +8,10 @@ Source: https://docs.flashinfer.ai, `BatchPrefillWithPagedKVCacheWrapper` and `B
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +25,21 @@ _WORKSPACE_BYTES = 128 << 20  # as its documentation recommends
 _HEAD_SIZES = (64, 128, 256)
 
 
+class _Wrapper(Protocol):
+    """One of the package's wrappers; what `plan` takes differs between them."""
+
+    plan: Callable[..., None]
+
+    def run(self, q: torch.Tensor, kv_cache: KVCache, *, out: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(slots=True)
+class FlashInferMetadata:
+    """Hold the kinds of layer whose wrappers have planned the step."""
+
+    planned: set[AttentionSettings] = field(default_factory=set)
+
+
 class FlashInferBackend:
     """Keeps two wrappers for each kind of layer; all share one workspace, since layers follow each other."""
 
@@ -33,7 +50,7 @@ class FlashInferBackend:
 
     def __init__(self) -> None:
         self._workspace: torch.Tensor | None = None
-        self._wrappers: dict[AttentionSettings, tuple[Any, Any]] = {}
+        self._wrappers: dict[AttentionSettings, tuple[_Wrapper, _Wrapper]] = {}
         self._planned: torch.cuda.Event | None = None
 
     @staticmethod
@@ -63,9 +80,10 @@ class FlashInferBackend:
     ) -> torch.Tensor:
         out = q.new_empty(q.shape) if out is None else out
         decodes, prompts = self._wrappers_of(settings, q.device)
-        if settings not in metadata.plans:
+        planned = metadata.prepared(FlashInferMetadata).planned
+        if settings not in planned:
             self._plan(decodes, prompts, q, kv_cache[0], metadata, settings)
-            metadata.plans[settings] = True
+            planned.add(settings)
         count = metadata.num_decodes
         if count:
             decodes.run(q[:count].contiguous(), kv_cache, out=out[:count])
@@ -73,7 +91,7 @@ class FlashInferBackend:
             prompts.run(q[count:].contiguous(), kv_cache, out=out[count:])
         return out
 
-    def _wrappers_of(self, settings: AttentionSettings, device: torch.device) -> tuple[Any, Any]:
+    def _wrappers_of(self, settings: AttentionSettings, device: torch.device) -> tuple[_Wrapper, _Wrapper]:
         wrappers = self._wrappers.get(settings)
         if wrappers is None:
             from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
@@ -89,8 +107,8 @@ class FlashInferBackend:
 
     def _plan(
         self,
-        decodes: Any,
-        prompts: Any,
+        decodes: _Wrapper,
+        prompts: _Wrapper,
         q: torch.Tensor,
         k_cache: torch.Tensor,
         metadata: AttentionMetadata,
@@ -127,7 +145,7 @@ class FlashInferBackend:
                 causal=True,
                 **options,
             )
-        if q.is_cuda:
+        if not q.is_cpu:
             self._planned = torch.cuda.Event()
             self._planned.record()
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
-from teachllm_kernels.attention.paged_attention import attend, plan_attention
+from teachllm_kernels.attention.paged_attention import Rectangle, attend, plan_attention
 
 if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata
+
+
+@dataclass(slots=True)
+class ReferenceMetadata:
+    """Hold the plans of a step, by what layers differ in: (query heads, KV heads, window)."""
+
+    plans: dict[tuple[int, int, int | None], list[Rectangle]] = field(default_factory=dict)
 
 
 class ReferenceBackend:
@@ -38,7 +46,8 @@ class ReferenceBackend:
         k_cache, v_cache = kv_cache
         block_size, num_kv_heads = k_cache.shape[1:3]
         kind = (q.shape[1], num_kv_heads, settings.window)
-        plan = metadata.plans.get(kind)
+        plans = metadata.prepared(ReferenceMetadata).plans
+        plan = plans.get(kind)
         if plan is None:
             plan = plan_attention(
                 metadata.block_tables,
@@ -50,7 +59,7 @@ class ReferenceBackend:
                 window=settings.window,
                 trees=metadata.trees,
             )
-            metadata.plans[kind] = plan
+            plans[kind] = plan
         result = attend(q, k_cache, v_cache, plan, settings.scale, settings.soft_cap, settings.kv_scales)
         return result if out is None else out.copy_(result)
 

@@ -46,6 +46,13 @@ class _Part:
     is_long: bool = False
 
 
+@dataclass(slots=True)
+class SDPAMetadata:
+    """Hold the parts of a step, made by its first layer; None: they are not made yet."""
+
+    parts: list[_Part] | None = None
+
+
 class SDPABackend(TritonBackend):
     """A step's long prompts one after the other, what stands between them together."""
 
@@ -102,11 +109,11 @@ def _parts(metadata: AttentionMetadata) -> list[_Part]:
 
     No parts without a long prompt, nor where the host does not know the lengths: what a graph holds has none either.
     """
-    parts: list[_Part] | None = metadata.plans.get("parts")
-    if parts is None:
+    prepared = metadata.prepared(SDPAMetadata)
+    if prepared.parts is None:
         any_long = any(map(_is_long, metadata.query_lens, metadata.kv_lens))
-        parts = metadata.plans["parts"] = list(_cut(metadata)) if any_long else []
-    return parts
+        prepared.parts = list(_cut(metadata)) if any_long else []
+    return prepared.parts
 
 
 def _cut(metadata: AttentionMetadata) -> Iterator[_Part]:

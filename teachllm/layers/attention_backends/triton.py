@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 # on the host, which encodes what the copy engine needs at every launch, `hopper_prefill` costs 53 us and
 # `paged_prefill_triton` 31.
 _FEW_QUERIES, _FEW_KEYS = 512, 2048
+
+
+@dataclass(slots=True)
+class TritonMetadata:
+    """Hold the plans of a step's prompts, by (first request, last one + 1).
+
+    None: `paged_prefill` computes them, which needs no plan.
+    """
+
+    prompts: dict[tuple[int, int], PrefillPlan | None] = field(default_factory=dict)
 
 
 class TritonBackend:
@@ -103,10 +114,10 @@ def attend_prompts(
         return  # padding alone
     rows, seq_lens = metadata.rows[requests], metadata.seq_lens[requests]
     scale, window, soft_cap = settings.scale, settings.window, settings.soft_cap
-    key = ("prompts", requests.start, requests.stop)
-    if key not in metadata.plans:  # the first layer
-        metadata.plans[key] = _plan(q, kv_cache[0], rows, query_start, seq_lens, kv_lens)
-    plan = metadata.plans[key]
+    plans, key = metadata.prepared(TritonMetadata).prompts, (requests.start, requests.stop)
+    if key not in plans:  # the first layer
+        plans[key] = _plan(q, kv_cache[0], rows, query_start, seq_lens, kv_lens)
+    plan = plans[key]
     if plan is not None and soft_cap is None:
         hopper_prefill(q, *kv_cache, metadata.block_tables, plan, scale, window, out, settings.kv_scales)
         return

@@ -122,7 +122,7 @@ class GPUAttention:
             num_decode_tokens=tokens.input_ids.shape[0] if count == num_seqs else tokens.num_decode_tokens,
             is_fused=is_fused,
             prefill_start=tokens.query_start[count:] - first_prompt if count < num_seqs else None,
-            plans=dict(self.plans),
+            decode_plans=self.plans,
             tree=None if tree is None or tokens.first_place is None else tree.sees,
             first_place=tokens.first_place or 0,
         )

@@ -94,7 +94,7 @@ class Batch:
             plan = DecodePlan.allocate(count, HEADS, KV_HEADS, HEAD_SIZE, DEVICE)
             where = (metadata.seq_lens[:count], metadata.query_start[: count + 1], metadata.rows[:count])
             plan_decode(plan, *where, KV_HEADS, self.window)
-            metadata.plans[self.window] = plan
+            metadata.decode_plans[self.window] = plan
         return self
 
     def check(self, backend: AttentionBackend, settings: AttentionSettings, times: int = 1) -> None:
