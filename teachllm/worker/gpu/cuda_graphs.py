@@ -51,6 +51,19 @@ class FullKey(NamedTuple):
     variant: tuple[bool, bool] | None
     num_drafts: int | None
 
+    @property
+    def samples(self) -> bool:
+        """Return whether the step samples in the graph; otherwise the graph ends with logits."""
+        return self.variant is not None
+
+    @property
+    def settles_drafts(self) -> bool:
+        """Return whether a drafter has nothing to do after the graph: its drafts are in it, or none are asked for.
+
+        After a graph of prompts, or one that ends with logits, it proposes outside.
+        """
+        return self.samples and self.decode_len > 0
+
 
 @dataclass(frozen=True)
 class GraphSizes:

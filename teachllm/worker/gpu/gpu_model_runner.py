@@ -292,7 +292,7 @@ class GPUModelRunner:
         if not scores and (held := self._graph_runner.full_key(step, variant)) is not None:
             step, key = held
             logits, to_draft = self._graph_runner.full(step, key, behind), None
-            if drafting is not None and not (step.is_decode and variant is not None):
+            if drafting is not None and not key.settles_drafts:
                 tokens = self._graph_runner.tokens_of(step, key.num_seqs, key.num_tokens)
                 to_draft = partial(drafting.propose, step, tokens, behind)
             return self._launched(step, rows, variant, logits, None, to_draft)
