@@ -81,6 +81,7 @@ FLOORS: dict[str, tuple[str, ...] | None] = {
     "teachllm.bench": (
         *("teachllm", "teachllm.engine", "teachllm.worker.device", "teachllm.trace", "teachllm.roofline"),
         *("teachllm.models.model_config", "teachllm.quantization.algorithms", "teachllm.checkpoint", *PLAIN_DATA),
+        "teachllm_kernels.kernel_list",
     ),
     "teachllm.server": FROM_ABOVE,
     "teachllm_webui": FROM_ABOVE,

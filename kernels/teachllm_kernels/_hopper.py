@@ -12,6 +12,7 @@ from teachllm_kernels.dry_run import compute_capability, per_device
 __all__ = [
     "PIECE",
     "barriers",
+    "capability",
     "copy_or_arrive",
     "fetch",
     "gate_up_map",
@@ -30,6 +31,11 @@ PIECE = 16  # keys per copy; they lie in one block
 def has_hopper(device: torch.device) -> bool:
     """Return whether these kernels run there: no other card has Hopper's tensor-core instructions."""
     return HAS_GLUON and compute_capability(device)[0] == 9
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a card, as `compute_capability` does; None: a CPU."""
+    return None if device.type == "cpu" else compute_capability(device)
 
 
 @cache

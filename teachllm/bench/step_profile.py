@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any
 from teachllm.bench.batch import Batch, check_length
 from teachllm.roofline import Ceilings, StepShape, Work, step_work
 from teachllm.sampling_params import SamplingParams
+from teachllm_kernels.kernel_list import KERNELS
 
 if TYPE_CHECKING:
     from teachllm import LLM
     from teachllm.engine.llm_engine import Engine
 
 _NUM_STEPS = 16
-# A kernel belongs to the first group that has a word of its name. The libraries' names are theirs to change.
+# Of the kernels that the table of `selection.py` names.
+_KNOWN = {name: kernel.group for kernel in KERNELS.values() for name in kernel.names}
+# Any other belongs to the first group that has a word of its name. The libraries' names are theirs to change.
 _GROUPS = {
     "exchanges of ranks": ("nccl", "_one_shot_all_reduce"),
     "attention": ("paged_", "decode", "prefill", "sdpa", "flash", "fmha", "attention", "_merge_splits"),
@@ -200,6 +203,8 @@ def summarize(events: Iterable[Event], num_steps: int) -> tuple[list[Row], float
 
 def group_of(name: str) -> str:
     """Return what a kernel is for, by its name."""
+    if name in _KNOWN:
+        return _KNOWN[name]
     lowered = name.lower()
     for group, words in _GROUPS.items():
         if any(word in lowered for word in words):

@@ -12,7 +12,8 @@ Source: Press and Wolf, "Using the Output Embedding to Improve Language Models",
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +25,11 @@ from teachllm.layers.checkpoint_tensors import TensorDestination, joined
 from teachllm_kernels.linear.batch_invariant_gemm import batch_invariant_gemm_triton
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.linear.gemv import gemv_triton
+from teachllm_kernels.selection import Operands, at, bound, card_of
 
 
 class Embedding(nn.Module):
-    """One row of weights for every token of the vocabulary; `is_fixed` as in `Linear`.
+    """One row of weights for every token of the vocabulary.
 
     Args:
         vocab_size: of all tokens.
@@ -47,7 +49,41 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.num_rows, hidden_size))
         self.weight.data[self._num_own :] = 0.0
         self.packed: torch.Tensor | None = None
-        self.is_fixed = False
+        self._is_fixed = False
+        self.bind()
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether logits do not depend, by one bit, on how many rows there are; as `DenseWeight.is_fixed`."""
+        return self._is_fixed
+
+    @is_fixed.setter
+    def is_fixed(self, is_fixed: bool) -> None:
+        self._is_fixed = is_fixed
+        self.bind()
+
+    def bind(self) -> None:
+        """Look up the kernels that compute logits, as `DenseWeight.bind`."""
+        if self.packed is None:
+            num_out, num_in = self.weight.shape
+            self.operands = Operands(
+                form="dense",
+                card=card_of(self.weight.device),
+                dtype=self.weight.dtype,
+                num_in=num_in,
+                num_out=num_out,
+                is_fixed=self._is_fixed,
+            )
+        else:
+            self.operands = self.operands._replace(is_prepacked=True, is_fixed=self._is_fixed)
+        self._logits = bound("logits", self.operands, _LOGITS)
+        self._scored = bound("float32_logits", self.operands, _LOGITS)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move, as `nn.Module.to` does, and bind anew."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.bind()
+        return self
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size]."""
@@ -88,23 +124,14 @@ class Embedding(nn.Module):
         return self._float32_logits(hidden) if in_float32 else self._raw_logits(hidden)
 
     def _float32_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.packed is not None:
-            logits = packed_linear(hidden, self.packed)
-        elif self.is_fixed:
-            logits = batch_invariant_gemm_triton(hidden, self.weight)
-        else:
-            logits = linear_reference(hidden, self.weight)
+        logits = at(self._scored, hidden.shape[0])(self, hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self._num_own < self.num_rows:
             logits[:, self._num_own :] = -torch.inf
         return logits
 
     def _raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.is_fixed:
-            return batch_invariant_gemm_triton(hidden, self.weight)
-        if hidden.shape[0] == 1:
-            return gemv_triton(hidden, self.weight)
-        return linear_reference(hidden, self.weight)
+        return at(self._logits, hidden.shape[0])(self, hidden)
 
     def pack(self, is_tied: bool) -> None:
         """Lays the filled weight out for logits on a CPU, if that pays; `weight` stays only for look-ups."""
@@ -112,3 +139,18 @@ class Embedding(nn.Module):
             self.packed = pack_weight(self.weight.data)
             if not is_tied:
                 del self.weight
+        self.bind()
+
+
+def _packed(head: Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    assert head.packed is not None
+    return packed_linear(hidden, head.packed)
+
+
+# By the names of `selection.CASES`.
+_LOGITS: Mapping[str, Callable[[Embedding, torch.Tensor], torch.Tensor]] = {
+    "batch_invariant_gemm": lambda head, hidden: batch_invariant_gemm_triton(hidden, head.weight),
+    "gemv": lambda head, hidden: gemv_triton(hidden, head.weight),
+    "library": lambda head, hidden: linear_reference(hidden, head.weight),
+    "onednn": _packed,
+}

@@ -20,7 +20,7 @@ from teachllm.distributed.group import ALONE, Group
 from teachllm.distributed.shards import ALL, Shard
 from teachllm.layers.checkpoint_tensors import Destination, destination, joined, parent
 from teachllm.layers.norm import InputQuantization, RMSNorm
-from teachllm.layers.weights.base import Weight
+from teachllm.layers.weights.base import Rows, Weight
 from teachllm.layers.weights.dense_weight import DenseWeight
 from teachllm.layers.weights.execution_weights import weight_of
 from teachllm.layers.weights.quantized_weight_loader import QuantizedWeightLoader
@@ -28,9 +28,9 @@ from teachllm.layers.weights.quantized_weights import merged
 from teachllm.layers.weights.scheme import UNQUANTIZED, Schemes
 from teachllm.layers.weights.several_weights import SeveralWeights
 from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
-from teachllm_kernels.quantize_rows import QuantizedRows
 
-Rows: TypeAlias = torch.Tensor | QuantizedRows
+__all__ = ["Addend", "Destination", "Linear", "Rows"]
+
 Addend: TypeAlias = torch.Tensor | DeferredAllReduce | None  # what `RMSNorm` adds to the residual
 
 
@@ -76,7 +76,7 @@ class Linear(nn.Module):
         here = torch.empty(0)  # of the model's dtype, on its device
         self._dtype = here.dtype
         if not any(by_name.values()):
-            self.weight = DenseWeight(torch.empty(size, self.in_features))
+            self.weight = DenseWeight(torch.empty(size, self.in_features), has_bias=bias)
             return
         for name, scheme in by_name.items():
             if scheme is None:
@@ -165,13 +165,10 @@ class Linear(nn.Module):
             first += rows
 
     def finish(self) -> None:
-        """Build the execution weights from the loaded tensors; on a CPU, prepack them."""
+        """Build the execution weights from the loaded tensors, and bind the kernels that multiply them."""
         if self._reading:
             self._merge()
-        weights = self.weight.weights if isinstance(self.weight, SeveralWeights) else [self.weight]
-        for weight in weights:
-            if isinstance(weight, DenseWeight) and weight.weight.device.type == "cpu":
-                weight.pack()
+        self.weight.finish()
 
     def fill_randomly(self, generator: torch.Generator | None) -> None:
         """Fill a layer that is quantized, wholly or in part, with random weights instead of a file's."""
@@ -209,8 +206,8 @@ class Linear(nn.Module):
             for each in self._reading.values()
         ]
         self._reading.clear()
-        whole = merged(read)
+        whole, has_bias = merged(read), self.bias is not None
         if whole is not None:
-            self.weight = weight_of(whole, self._dtype, self.is_gated)
+            self.weight = weight_of(whole, self._dtype, self.is_gated, has_bias)
         else:
-            self.weight = SeveralWeights([weight_of(each, self._dtype) for each in read])
+            self.weight = SeveralWeights([weight_of(each, self._dtype, has_bias=has_bias) for each in read])

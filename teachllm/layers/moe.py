@@ -8,6 +8,9 @@ Source: Fedus et al., "Switch Transformers", 2022.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Self
+
 import torch
 from torch import nn
 
@@ -26,11 +29,12 @@ from teachllm_kernels.moe.moe_routing import (
     route_reference,
     route_triton,
 )
+from teachllm_kernels.selection import Operands, at, bound, card_of
 
 
 def route(logits: torch.Tensor, top_k: int, renormalizes: bool) -> Routes:
     """The experts of each token, and how much each counts, by the device's best way. As `route_reference`."""
-    return (route_triton if logits.is_cuda else route_reference)(logits, top_k, renormalizes)
+    return (route_reference if logits.is_cpu else route_triton)(logits, top_k, renormalizes)
 
 
 class Experts(nn.Module):
@@ -55,22 +59,47 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(len(held), 2 * width, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(len(held), hidden_size, width), requires_grad=False)
         self.is_fixed = False
+        self.bind()
+
+    def bind(self) -> None:
+        """Look up the kernels that compute these experts."""
+        self.operands = Operands(form="experts", card=card_of(self.down.device), dtype=self.down.dtype)
+        self._compute = bound("experts", self.operands, _EXPERTS)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move, as `nn.Module.to` does, and bind anew."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.bind()
+        return self
 
     def forward(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, hidden_size], weighted as the router says."""
         if not len(x):
             return torch.empty_like(x)
-        is_cuda = x.is_cuda
-        groups = (group_triton if is_cuda else group_reference)(routes.experts, self.held)
-        if not is_cuda:
-            h = grouped_gated_reference(x, self.gate_up, groups)
-            return combine_reference(grouped_down_reference(h, self.down, groups, routes), routes.experts, self.held)
-        h = grouped_gated_triton(x, self.gate_up, groups, self.is_fixed)
-        y = grouped_down_triton(h, self.down, groups, routes, self.is_fixed)
-        del h
-        return combine_triton(y, routes.experts, self.held)
+        return at(self._compute, len(x))(self, x, routes)
 
     def parts(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(gate, up, down) of `held[index]`, for a checkpoint to fill: [width, hidden_size], the last one turned."""
         gate, up = self.gate_up.data[index].chunk(2)
         return gate, up, self.down.data[index]
+
+
+def _in_one_launch(experts: Experts, x: torch.Tensor, routes: Routes) -> torch.Tensor:
+    groups = group_triton(routes.experts, experts.held)
+    h = grouped_gated_triton(x, experts.gate_up, groups, experts.is_fixed)
+    y = grouped_down_triton(h, experts.down, groups, routes, experts.is_fixed)
+    del h
+    return combine_triton(y, routes.experts, experts.held)
+
+
+def _one_after_the_other(experts: Experts, x: torch.Tensor, routes: Routes) -> torch.Tensor:
+    groups = group_reference(routes.experts, experts.held)
+    h = grouped_gated_reference(x, experts.gate_up, groups)
+    return combine_reference(grouped_down_reference(h, experts.down, groups, routes), routes.experts, experts.held)
+
+
+# By the names of `selection.CASES`.
+_EXPERTS: Mapping[str, Callable[[Experts, torch.Tensor, Routes], torch.Tensor]] = {
+    "grouped_gemm": _in_one_launch,
+    "library": _one_after_the_other,
+}

@@ -16,9 +16,9 @@ from teachllm.layers.attention_backends.reference import ReferenceMetadata
 from teachllm.layers.attention_backends.triton import TritonMetadata, check_heads
 from teachllm.layers.linear import Linear
 from teachllm.layers.rotary import Rotary, RotaryConfig, attention_factor, inverse_frequencies
-from teachllm.layers.weights import dense_weight
+from teachllm.layers.weights import base, dense_weight
 from teachllm.layers.weights.dense_weight import DenseWeight
-from teachllm_kernels.linear import hopper_gated_linear, hopper_linear
+from teachllm_kernels import selection
 from teachllm_kernels.linear.hopper_gated_linear import FROM_ROWS
 from tests.distributed.one_of_two import OneOfTwo
 
@@ -141,10 +141,9 @@ def test_a_product_gates_itself_only_where_its_kernel_can(
     (num_in, num_out), dtype = sizes, changes.get("dtype", torch.bfloat16)
     layer = Linear(num_in, {"gate": num_out, "up": num_out}, changes.get("bias", False)).to("meta", dtype)
     assert isinstance(layer.weight, DenseWeight)
+    monkeypatch.setattr(selection, "has_hopper", lambda device: changes.get("has_hopper", True))
     layer.weight.is_fixed = changes.get("is_fixed", False)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(hopper_linear, "has_hopper", lambda device: changes.get("has_hopper", True))
-    products = ((hopper_gated_linear, "hopper_gated_linear"), (dense_weight, "silu_and_mul"), (DenseWeight, "product"))
+    products = ((dense_weight, "hopper_gated_linear"), (base, "silu_and_mul"), (DenseWeight, "product"))
     for module, name in products:
         monkeypatch.setattr(module, name, lambda *_, name=name: name)
     assert layer.gated(torch.empty(num_rows, num_in, dtype=dtype, device="meta")) == (

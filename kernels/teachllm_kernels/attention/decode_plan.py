@@ -28,7 +28,6 @@ from teachllm_kernels._triton import tl, triton
 
 TILE = 64  # keys; a split is a whole number of tiles, except a sequence's last split
 LOG2_E = 1.4426950408889634  # converts scores to base 2 (as `DecodePlan.lse` is): the hardware computes exp2
-MAX_FUSED = 8  # sequences up to which the portable fused kernel is faster than two kernels
 _SPLITS_OF_ONE = 64  # splits per sequence at most, on average
 _MAX_UNSORTED_SEQS = 8  # so few sequences have splits of nearly the same length in any order
 _MULTIPROCESSORS = 128  # of 132: a few are left to other kernels
@@ -156,10 +155,6 @@ class DecodePlan:
     finished: torch.Tensor
     on_hopper: bool
     filled_for: tuple[int, DecodeShape] | None = field(default=None, init=False)
-
-    def fuses(self, num_seqs: int) -> bool:
-        """Return whether `fused_paged_decode` is faster than two kernels for `num_seqs` sequences."""
-        return num_seqs <= MAX_FUSED or self.on_hopper
 
     @staticmethod
     def allocate(

@@ -48,7 +48,7 @@ from teachllm_kernels.attention.hopper_kv_dequantize import channel_of, key_layo
 from teachllm_kernels.attention.hopper_new_token import query_and_key
 from teachllm_kernels.attention.kv_quantization import KVScales
 
-__all__ = ["cost", "fits_hopper_decode", "hopper_decode"]
+__all__ = ["cost", "fits_hopper_decode", "hopper_decode", "takes_decode_heads"]
 
 
 @gluon.jit
@@ -323,8 +323,12 @@ def fits_hopper_decode(device: torch.device, dtype: torch.dtype, head_size: int,
     Args:
         group: query heads per KV head.
     """
-    fits = dtype.itemsize == 2 and head_size in (64, 128) and group <= 16 and block_size % PIECE == 0
-    return fits and has_hopper(device)
+    return dtype.itemsize == 2 and takes_decode_heads(head_size, group, block_size) and has_hopper(device)
+
+
+def takes_decode_heads(head_size: int, group: int, block_size: int) -> bool:
+    """Return whether `hopper_decode` supports such heads and blocks; of a dtype and device see `fits_hopper_decode`."""
+    return head_size in (64, 128) and group <= 16 and block_size % PIECE == 0
 
 
 def cost(

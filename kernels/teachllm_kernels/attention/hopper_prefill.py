@@ -37,7 +37,7 @@ from teachllm_kernels.attention.kv_quantization import KVScales
 from teachllm_kernels.attention.paged_attention import cost
 from teachllm_kernels.attention.prefill_plan import ROWS, PrefillPlan
 
-__all__ = ["cost", "fits_hopper_prefill", "hopper_prefill"]
+__all__ = ["cost", "fits_hopper_prefill", "hopper_prefill", "takes_prefill_heads"]
 
 _STAGES = {64: 4, 128: 2}  # by keys per tile; 128 KiB with heads of 128; two tiles of queries take another 64 KiB
 
@@ -322,5 +322,9 @@ def fits_hopper_prefill(device: torch.device, dtype: torch.dtype, head_size: int
     Args:
         group: query heads per KV head.
     """
-    fits = dtype.itemsize == 2 and head_size in (64, 128) and group in (1, 2, 4, 8, 16, 32, 64)
-    return fits and block_size % PIECE == 0 and has_hopper(device)
+    return dtype.itemsize == 2 and takes_prefill_heads(head_size, group, block_size) and has_hopper(device)
+
+
+def takes_prefill_heads(head_size: int, group: int, block_size: int) -> bool:
+    """Return whether `hopper_prefill` supports such heads and blocks; for dtype and device: `fits_hopper_prefill`."""
+    return head_size in (64, 128) and group in (1, 2, 4, 8, 16, 32, 64) and block_size % PIECE == 0

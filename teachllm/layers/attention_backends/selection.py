@@ -12,9 +12,9 @@ from teachllm.layers.attention_backends.flashinfer import FlashInferBackend
 from teachllm.layers.attention_backends.invariant import InvariantBackend
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.attention_backends.sdpa import SDPABackend
-from teachllm.layers.attention_backends.triton import TritonBackend
+from teachllm.layers.attention_backends.triton import TritonBackend, heads_of
 from teachllm.layers.dtypes import torch_dtype
-from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill
+from teachllm_kernels.selection import MANY, case_of
 
 _ON_A_GPU: dict[str, type[AttentionBackend]] = {
     "triton": TritonBackend,
@@ -58,7 +58,8 @@ def select_backend(
     if name is None:
         TritonBackend.check(needs)
         group = needs.num_heads // needs.num_kv_heads
-        if fits_hopper_prefill(device, torch_dtype(needs.dtype), needs.head_size, group, needs.block_size):
+        heads = heads_of(device, torch_dtype(needs.dtype), needs.head_size, group, needs.block_size)
+        if "hopper_prefill" in case_of("prefill", heads, MANY).kernel:
             return TritonBackend()
         try:
             SDPABackend.check(needs)

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from teachllm.layers.attention_backends.base import AttentionNeeds, AttentionSettings, KVCache
 from teachllm.layers.dtypes import torch_dtype
-from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill, hopper_prefill
+from teachllm_kernels.attention.hopper_prefill import hopper_prefill
 from teachllm_kernels.attention.paged_decode import paged_decode_triton
 from teachllm_kernels.attention.paged_prefill import paged_prefill_triton, tile_options
 from teachllm_kernels.attention.prefill_plan import PrefillPlan, plan_prefill
+from teachllm_kernels.selection import SHORT, Op, Operands, at, card_of, spans_of
 
 if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata
 
-# Up to so many tokens of prompts in a step, and so many of the longest sequence, launching takes longer than attention:
-# on the host, which encodes what the copy engine needs at every launch, `hopper_prefill` costs 53 us and
-# `paged_prefill_triton` 31.
-_FEW_QUERIES, _FEW_KEYS = 512, 2048
+_HOPPER = "rope_kv_write + hopper_prefill"  # by the names of `selection.CASES`
 
 
 @dataclass(slots=True)
 class TritonMetadata:
-    """Hold the plans of a step's prompts, by (first request, last one + 1).
+    """Hold the plans of a step's prompts, by (first request, last one + 1, whether scores are capped).
 
     None: `paged_prefill` computes them, which needs no plan.
     """
 
-    prompts: dict[tuple[int, int], PrefillPlan | None] = field(default_factory=dict)
+    prompts: dict[tuple[int, int, bool], PrefillPlan | None] = field(default_factory=dict)
 
 
 class TritonBackend:
@@ -114,11 +113,11 @@ def attend_prompts(
         return  # padding alone
     rows, seq_lens = metadata.rows[requests], metadata.seq_lens[requests]
     scale, window, soft_cap = settings.scale, settings.window, settings.soft_cap
-    plans, key = metadata.prepared(TritonMetadata).prompts, (requests.start, requests.stop)
+    plans, key = metadata.prepared(TritonMetadata).prompts, (requests.start, requests.stop, soft_cap is not None)
     if key not in plans:  # the first layer
-        plans[key] = _plan(q, kv_cache[0], rows, query_start, seq_lens, kv_lens)
+        plans[key] = _plan(q, kv_cache[0], rows, query_start, seq_lens, kv_lens, has_soft_cap=key[2])
     plan = plans[key]
-    if plan is not None and soft_cap is None:
+    if plan is not None:
         hopper_prefill(q, *kv_cache, metadata.block_tables, plan, scale, window, out, settings.kv_scales)
         return
     paged_prefill_triton(
@@ -143,19 +142,46 @@ def _plan(
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     kv_lens: list[int],
+    has_soft_cap: bool,
 ) -> PrefillPlan | None:
-    """For `hopper_prefill`, where it is the faster one.
+    """For `hopper_prefill`, where it is taken.
 
     No `kv_lens`: it is for a graph, which is launched in no time, or for the same step without one, which takes the
     same kernels for the same bits. How long its few sequences are is not known.
     """
     _, block_size, num_kv_heads, head_size = k_cache.shape
     group, longest = q.shape[1] // num_kv_heads, max(kv_lens, default=0)
-    if not fits_hopper_prefill(q.device, q.dtype, head_size, group, block_size):
-        return None
-    if kv_lens and q.shape[0] <= _FEW_QUERIES and longest <= _FEW_KEYS:
+    op: Op = "short_prefill" if kv_lens and longest <= SHORT else "prefill"
+    heads = heads_of(q.device, q.dtype, head_size, group, block_size, has_soft_cap=has_soft_cap)
+    if at(_kernels(op, heads), q.shape[0]) != _HOPPER:
         return None
     return plan_prefill(query_start, seq_lens, rows, q.shape[0], group, longest)
+
+
+def heads_of(
+    device: torch.device, dtype: torch.dtype, head_size: int, group: int, block_size: int, has_soft_cap: bool = False
+) -> Operands:
+    """Return what the choice of attention's kernels depends on.
+
+    Args:
+        group: query heads per KV head.
+        block_size: tokens per KV block.
+    """
+    return Operands(
+        form="heads",
+        card=card_of(device),
+        dtype=dtype,
+        head_size=head_size,
+        group=group,
+        block_size=block_size,
+        has_soft_cap=has_soft_cap,
+    )
+
+
+@lru_cache
+def _kernels(op: Op, heads: Operands) -> tuple[tuple[int, str], ...]:
+    """Return [(the most rows, the kernel that computes them)]; a model's heads are bound once."""
+    return tuple((most, case.kernel) for most, case in spans_of(op, heads))
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_size: int, dtype: str) -> None:

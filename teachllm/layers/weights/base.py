@@ -1,18 +1,23 @@
 """Define the interface to a linear layer's weight, in whatever form it is stored.
 
 A layer's products are one concept, how its weight is stored another: unquantized, in 4 bits with scales per group, in 8
-bits that tensor cores multiply. Each form knows its own kernels. A layer sees only this interface.
+bits that tensor cores multiply. Each form knows how its kernels are launched; which of them runs for how many rows is
+`teachllm_kernels/selection.py`'s to say. A layer sees only this interface.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from teachllm.layers.norm import InputQuantization, RMSNorm
+from teachllm_kernels.quantize_rows import QuantizedRows
 from teachllm_kernels.silu_and_mul import silu_and_mul
+
+Rows: TypeAlias = torch.Tensor | QuantizedRows
+Added: TypeAlias = tuple[torch.Tensor | None, torch.Tensor]  # (y, residual), see `Linear.add_to_residual`
 
 
 class Weight(nn.Module):
@@ -35,17 +40,18 @@ class Weight(nn.Module):
         super().__init__()
         self.num_out = num_out
 
-    def product(self, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    def finish(self) -> None:
+        """Do what remains to be done once the weight holds its values."""
+
+    def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x W^T + b: [num_tokens, in] -> [num_tokens, out]."""
         raise NotImplementedError
 
-    def add_to_residual(
-        self, residual: torch.Tensor, x: Any, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def add_to_residual(self, residual: torch.Tensor, x: Rows, bias: torch.Tensor | None) -> Added:
         """Multiply, and add to the residual or leave that to the next norm; see `Linear.add_to_residual`."""
         return self.product(x, bias), residual
 
-    def gated(self, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    def gated(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """Return silu(gate) * up, [num_tokens, out / 2], of a W whose upper half is gate and lower half up."""
         return silu_and_mul(self.product(x, bias))
 

@@ -11,12 +11,15 @@ Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022; Dettmers et 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 
-from teachllm.layers.weights.base import Weight
+from teachllm.layers.weights.base import Rows, Weight
 from teachllm.layers.weights.quantized_weights import Activations, ScaledWeight
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.quantize_rows import QuantizedRows, quantize_rows
+from teachllm_kernels.selection import Operands, at, bound
 
 
 class CPUScaledWeight(Weight):
@@ -37,21 +40,35 @@ class CPUScaledWeight(Weight):
         weight = quantized.dequantize(self._dtype) if quantized.block is not None else quantized.qweight.to(self._dtype)
         self._packed = pack_weight(weight) if pays_to_pack(weight) else None
         self._weight = weight if self._packed is None else None
+        floats = Operands(form="dense", card="cpu", dtype=self._dtype, is_prepacked=self._packed is not None)
+        self._multiply = at(bound("product", floats, _PRODUCTS), 1)
 
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x W^T + b: [num_tokens, in] -> [num_tokens, out]."""
+        assert isinstance(x, torch.Tensor)
         rows = self._rows(x)
         if self.scales is None:
-            return self._multiply(rows.dequantize().to(self._dtype), bias).to(x.dtype)
-        y = self._multiply(rows.values.to(self._dtype), None).float() * rows.scales * self.scales
+            return self._multiply(self, rows.dequantize().to(self._dtype), bias).to(x.dtype)
+        y = self._multiply(self, rows.values.to(self._dtype), None).float() * rows.scales * self.scales
         return (y if bias is None else y + bias).to(x.dtype)
 
     def _rows(self, x: torch.Tensor) -> QuantizedRows:
         """Quantize x."""
         return quantize_rows(x, self.quantized_dtype, self.input_scale, self.activations is Activations.BY_BLOCK)
 
-    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self._packed is not None:
-            return packed_linear(x, self._packed, bias)
-        assert self._weight is not None
-        return linear_reference(x, self._weight, bias)
+
+def _onednn(weight: CPUScaledWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    assert weight._packed is not None
+    return packed_linear(x, weight._packed, bias)
+
+
+def _library(weight: CPUScaledWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    assert weight._weight is not None
+    return linear_reference(x, weight._weight, bias)
+
+
+# By the names of `selection.CASES`.
+_PRODUCTS: Mapping[str, Callable[[CPUScaledWeight, torch.Tensor, torch.Tensor | None], torch.Tensor]] = {
+    "library": _library,
+    "onednn": _onednn,
+}

@@ -1,78 +1,96 @@
-"""An unquantized weight, and which kernel multiplies it the fastest for how many rows of x.
+"""An unquantized weight: how each kernel of `teachllm_kernels/selection.py` is launched with it.
 
-one row       this project's matrix-vector product, with the norm before it and the residual after it
-few           Hopper's own kernel up to 256 rows, elsewhere the portable one up to 16
-many          the library; gate and up of thousands of rows are multiplied in the epilogue, on Hopper
-on a CPU      oneDNN, which comes with PyTorch, on a weight that is laid out for it once
+On a CPU oneDNN, which comes with PyTorch, multiplies a weight that is laid out for it once.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Self
 
 import torch
 from torch import nn
 
 from teachllm.layers.norm import RMSNorm
-from teachllm.layers.weights.base import Weight
-from teachllm_kernels.linear import hopper_gated_linear, hopper_linear, skinny_gemm
+from teachllm.layers.weights.base import Added, Rows, Weight
 from teachllm_kernels.linear.batch_invariant_gemm import batch_invariant_gemm_triton
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.linear.gemv import gemv_triton
-from teachllm_kernels.silu_and_mul import silu_and_mul
-
-_ADDS_ITSELF = 1024  # rows from which on the library's product adds to what it writes over; before, it splits K
+from teachllm_kernels.linear.hopper_gated_linear import hopper_gated_linear
+from teachllm_kernels.linear.hopper_linear import hopper_linear
+from teachllm_kernels.linear.skinny_gemm import skinny_gemm_triton
+from teachllm_kernels.selection import AS_PRODUCT, Operands, at, bound, card_of
 
 
 class DenseWeight(Weight):
     """Hold an unquantized weight [out, in] of the model's dtype.
 
+    Args:
+        has_bias: the layer adds a bias.
+
     Attributes:
-        is_fixed: a row of y does not depend, by one bit, on how many others there are; on a GPU only.
+        operands: what the choice of its kernels depends on.
+        packed: the weight as laid out for oneDNN; `weight` is gone then.
     """
 
-    fuses_one_row = True
+    operands: Operands
 
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(self, data: torch.Tensor, has_bias: bool = False) -> None:
         super().__init__(num_out=data.shape[0])
         self.weight = nn.Parameter(data, requires_grad=False)
         self.packed: torch.Tensor | None = None
-        self.is_fixed = False
+        self._has_bias, self._is_fixed = has_bias, False
+        self.bind()
 
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a row of y does not depend, by one bit, on how many others there are; on a GPU only.
+
+        Setting it binds the weight's kernels anew.
+        """
+        return self._is_fixed
+
+    @is_fixed.setter
+    def is_fixed(self, is_fixed: bool) -> None:
+        self._is_fixed = is_fixed
+        self.bind()
+
+    def bind(self) -> None:
+        """Look up the kernels that multiply this weight: where it is made, moved, laid out, or made `is_fixed`."""
+        self.operands = _operands(self)
+        self._product = bound("product", self.operands, _PRODUCTS)
+        self._added = bound("add_to_residual", self.operands, _ADDED)
+        self._gated = bound("gated", self.operands, _GATED)
+        self._one_row = at(bound("one_row", self.operands, _ONE_ROW), 1)
+        self.fuses_one_row = self._one_row is not Weight.one_row
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move, as `nn.Module.to` does, and bind anew."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.bind()
+        return self
+
+    def finish(self) -> None:
+        """Lay the filled weight out for a CPU, if that pays, and look up its kernels."""
+        if self.packed is None and self.weight.is_cpu and pays_to_pack(self.weight):
+            self.packed = pack_weight(self.weight.data)
+            del self.weight
+        self.bind()
+
+    def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, in] -> [num_tokens, out]."""
-        if self.packed is not None:
-            return packed_linear(x, self.packed, bias)
-        if self.is_fixed:
-            return batch_invariant_gemm_triton(x, self.weight, bias)
-        kernel = self._kernel(x)
-        if kernel == "hopper":
-            return hopper_linear.hopper_linear(x, self.weight, bias)
-        if kernel == "few rows":
-            return skinny_gemm.skinny_gemm_triton(x, self.weight, bias)
-        return linear_reference(x, self.weight, bias)
+        assert isinstance(x, torch.Tensor)
+        return at(self._product, x.shape[0])(x, self.weight if self.packed is None else self.packed, bias)
 
-    def add_to_residual(
-        self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def add_to_residual(self, residual: torch.Tensor, x: Rows, bias: torch.Tensor | None) -> Added:
         """Implement `Linear.add_to_residual`."""
-        kernel = self._kernel(x)
-        if kernel == "hopper":
-            return hopper_linear.hopper_linear(x, self.weight, bias, parts=True), residual
-        if x.is_cuda and kernel == "library" and x.shape[0] >= _ADDS_ITSELF and not self.is_fixed and bias is None:
-            return None, residual.addmm_(x, self.weight.t())
-        return self.product(x, bias), residual
+        assert isinstance(x, torch.Tensor)
+        return at(self._added, x.shape[0])(self, residual, x, bias)
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def gated(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, in] -> [num_tokens, out / 2]."""
-        kernel = self._kernel(x)
-        if kernel == "hopper":
-            return hopper_linear.hopper_linear(x, self.weight, bias, gated=True)
-        if kernel == "few rows":
-            return skinny_gemm.skinny_gemm_triton(x, self.weight, bias, gated=True)
-        if bias is None and x.shape[0] >= hopper_gated_linear.FROM_ROWS and self._on_hopper(x):
-            return hopper_gated_linear.hopper_gated_linear(x, self.weight)
-        return silu_and_mul(self.product(x, bias))
+        assert isinstance(x, torch.Tensor)
+        return at(self._gated, x.shape[0])(self, x, bias)
 
     def one_row(
         self,
@@ -83,23 +101,59 @@ class DenseWeight(Weight):
         gated: bool = False,
     ) -> torch.Tensor:
         """Implement `Linear.one_row`."""
-        prologue = None if norm is None else (norm.weight, norm.eps)
-        return gemv_triton(x, self.weight, bias, prologue, residual, gated)
+        return self._one_row(self, x, bias, norm, residual, gated)
 
-    def pack(self) -> None:
-        """Lays the filled weight out for a CPU, if that pays; `weight` is gone then."""
-        if pays_to_pack(self.weight):
-            self.packed = pack_weight(self.weight.data)
-            del self.weight
 
-    def _kernel(self, x: torch.Tensor) -> Literal["hopper", "few rows", "library"]:
-        """Whose plain product is the fastest for so many rows; measured, see benchmarks/NOTES.md."""
-        num_rows = x.shape[0]
-        if num_rows <= hopper_linear.MAX_ROWS and self._on_hopper(x):
-            return "hopper"
-        return "few rows" if x.is_cuda and not self.is_fixed and num_rows <= skinny_gemm.MAX_ROWS else "library"
+def _operands(weight: DenseWeight) -> Operands:
+    if weight.packed is not None:
+        return weight.operands._replace(is_prepacked=True, is_fixed=weight.is_fixed)
+    data = weight.weight
+    return Operands(
+        form="dense",
+        card=card_of(data.device),
+        dtype=data.dtype,
+        num_in=data.shape[1],
+        num_out=data.shape[0],
+        has_bias=weight._has_bias,
+        is_fixed=weight.is_fixed,
+    )
 
-    def _on_hopper(self, x: torch.Tensor) -> bool:
-        """Return whether Hopper's own products take such rows."""
-        fits = x.is_cuda and not self.is_fixed and x.element_size() == 2
-        return fits and x.shape[1] % 8 == 0 and self.num_out % 16 == 0 and hopper_linear.has_hopper(x.device)
+
+def _gemv(
+    weight: DenseWeight,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: RMSNorm | None,
+    residual: torch.Tensor | None,
+    gated: bool,
+) -> torch.Tensor:
+    prologue = None if norm is None else (norm.weight, norm.eps)
+    return gemv_triton(x, weight.weight, bias, prologue, residual, gated)
+
+
+_Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+_Gated = Callable[[DenseWeight, torch.Tensor, torch.Tensor | None], torch.Tensor]
+_OneRow = Callable[
+    [DenseWeight, torch.Tensor, torch.Tensor | None, RMSNorm | None, torch.Tensor | None, bool], torch.Tensor
+]
+# By the names of `selection.CASES`. A product is called with x, the data of the weight and the bias; in the others w is
+# the weight and b the bias.
+_PRODUCTS: Mapping[str, _Product] = {
+    "batch_invariant_gemm": batch_invariant_gemm_triton,
+    "hopper_linear": hopper_linear,
+    "library": linear_reference,
+    "onednn": packed_linear,
+    "skinny_gemm": skinny_gemm_triton,
+}
+_ADDED: Mapping[str, Callable[[DenseWeight, torch.Tensor, torch.Tensor, torch.Tensor | None], Added]] = {
+    "hopper_linear": lambda w, residual, x, b: (hopper_linear(x, w.weight, b, parts=True), residual),
+    "library_added": lambda w, residual, x, b: (None, residual.addmm_(x, w.weight.t())),
+    AS_PRODUCT: Weight.add_to_residual,
+}
+_GATED: Mapping[str, _Gated] = {
+    "hopper_gated_linear": lambda w, x, b: hopper_gated_linear(x, w.weight),
+    "hopper_linear": lambda w, x, b: hopper_linear(x, w.weight, b, gated=True),
+    "skinny_gemm": lambda w, x, b: skinny_gemm_triton(x, w.weight, b, gated=True),
+    AS_PRODUCT: Weight.gated,
+}
+_ONE_ROW: Mapping[str, _OneRow] = {"gemv": _gemv, AS_PRODUCT: Weight.one_row}

@@ -12,24 +12,31 @@ from teachllm.layers.weights.gpu_scaled_weight import GPUScaledWeight
 from teachllm.layers.weights.quantized_weights import BLOCK, Activations, GroupedWeight, Quantized, fits_kernels
 
 
-def weight_of(quantized: Quantized | torch.Tensor, dtype: torch.dtype, is_gated: bool = False) -> Weight:
+def weight_of(
+    quantized: Quantized | torch.Tensor, dtype: torch.dtype, is_gated: bool = False, has_bias: bool = False
+) -> Weight:
     """Build a layer's execution weight from a loaded one.
 
     Args:
         quantized: the loaded weight; a tensor is an unquantized weight.
         dtype: the dtype of the model.
         is_gated: the upper half of the weight is gate and the lower half is up, so silu(gate) is multiplied by up.
+        has_bias: the layer adds a bias.
     """
     if isinstance(quantized, torch.Tensor):
-        return DenseWeight(quantized)
+        return DenseWeight(quantized, has_bias)
     quantized = as_groups(quantized)
     if isinstance(quantized, GroupedWeight):
-        return GPUGroupedWeight(quantized, is_gated) if _fits(quantized) else DenseWeight(quantized.dequantize(dtype))
+        if not _fits(quantized):
+            return DenseWeight(quantized.dequantize(dtype), has_bias)
+        return GPUGroupedWeight(quantized, dtype, is_gated, has_bias)
     if quantized.qweight.device.type == "cpu":
         is_weight_only = quantized.activations is Activations.UNQUANTIZED
-        return DenseWeight(quantized.dequantize(dtype)) if is_weight_only else CPUScaledWeight(quantized, dtype)
+        if is_weight_only:
+            return DenseWeight(quantized.dequantize(dtype), has_bias)
+        return CPUScaledWeight(quantized, dtype)
     if quantized.block not in (None, (BLOCK, BLOCK)):  # no kernel multiplies such blocks
-        return DenseWeight(quantized.dequantize(dtype))
+        return DenseWeight(quantized.dequantize(dtype), has_bias)
     return GPUScaledWeight(quantized, dtype)
 
 
@@ -47,7 +54,7 @@ def _fits(quantized: GroupedWeight) -> bool:
     """Return whether a kernel multiplies this weight. No CPU kernel does: there it saves disk space, not memory."""
     num_groups, num_in = quantized.scales.shape[1], quantized.qweight.shape[1]
     are_equal = num_groups * quantized.group_size == num_in
-    if not (quantized.qweight.is_cuda and are_equal and fits_kernels(num_groups, quantized.group_size)):
+    if not (not quantized.qweight.is_cpu and are_equal and fits_kernels(num_groups, quantized.group_size)):
         return False
     if quantized.zeros is None or quantized.zeros.is_meta:
         return True

@@ -2,11 +2,8 @@
 
 The time of a decode is the time to read the weights, so a quarter of the bytes gives up to four times the speed;
 kernels dequantize in registers, which costs no time. Prompts are bound by arithmetic instead, which quantization does
-not save: there the weight is dequantized first, and multiplied like the weights of `dense_weight.py`.
-
-    one row           a matrix-vector product, fused with the norm before it and the residual after it
-    up to 256 rows    Hopper's own kernel for the weights that it supports, the portable kernel for others
-    more rows         the library; on Hopper the epilogue multiplies gate and up of thousands of rows
+not save: there the weight is dequantized first, and multiplied like the weights of `dense_weight.py`. Which kernel runs
+for how many rows is in `teachllm_kernels/selection.py`.
 
 GPTQ's `desc_act` forms groups of inputs in another order. Then the inputs of the weight and of x are sorted by group,
 so that a group's inputs are adjacent.
@@ -16,33 +13,38 @@ Source: Frantar et al., "MARLIN: Mixed-Precision Auto-Regressive Parallel Infere
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 
 from teachllm.layers.norm import RMSNorm
-from teachllm.layers.weights.base import Weight
+from teachllm.layers.weights.base import Added, Rows, Weight
 from teachllm.layers.weights.quantized_weights import GroupedWeight
-from teachllm_kernels.linear import hopper_gated_linear, hopper_linear
 from teachllm_kernels.linear.dense_gemm import linear_reference
+from teachllm_kernels.linear.hopper_gated_linear import hopper_gated_linear
 from teachllm_kernels.linear.packed.dequantize import dequantize_triton
-from teachllm_kernels.linear.packed.hopper_packed_linear import hopper_packed_linear, is_fit
+from teachllm_kernels.linear.packed.hopper_packed_linear import hopper_packed_linear
 from teachllm_kernels.linear.packed.packed_gemv import packed_gemv_triton
-from teachllm_kernels.linear.packed.packed_linear import MAX_ROWS, packed_linear_triton
+from teachllm_kernels.linear.packed.packed_linear import packed_linear_triton
 from teachllm_kernels.linear.packed.packed_weight import pack
-from teachllm_kernels.silu_and_mul import silu_and_mul
-
-_ADDS_ITSELF = 1024  # from this many rows on, the library adds to the residual in place; see `dense_weight.py`
+from teachllm_kernels.selection import AS_PRODUCT, Operands, at, bound, card_of
 
 
 class GPUGroupedWeight(Weight):
     """Multiply x by a weight of 4 or 8 bits with GPU kernels.
 
     Args:
+        dtype: the dtype of x.
         is_gated: the upper half of the weight is gate and the lower half is up, so silu(gate) is multiplied by up.
+        has_bias: the layer adds a bias.
+
+    Attributes:
+        operands: what the choice of its kernels depends on.
     """
 
-    fuses_one_row = True
-
-    def __init__(self, quantized: GroupedWeight, is_gated: bool) -> None:
+    def __init__(
+        self, quantized: GroupedWeight, dtype: torch.dtype, is_gated: bool = False, has_bias: bool = False
+    ) -> None:
         super().__init__(num_out=quantized.qweight.shape[0])
         self.order: torch.Tensor | None = None
         qweight = quantized.qweight
@@ -50,32 +52,38 @@ class GPUGroupedWeight(Weight):
             self.order = torch.argsort(quantized.group_index, stable=True)
             qweight = qweight.index_select(1, self.order)
         self.weight = pack(qweight, quantized.scales, quantized.zeros, quantized.bits, quantized.is_e2m1, is_gated)
+        self.operands = Operands(
+            form="packed",
+            card=card_of(qweight.device),
+            dtype=dtype,
+            num_in=self.weight.num_in,
+            num_out=self.num_out,
+            has_bias=has_bias,
+            group_size=self.weight.group_size if self.weight.scales.shape[1] > 1 else 0,
+            scale_bytes=self.weight.scales.element_size(),
+            is_e2m1=self.weight.is_e2m1,
+            in_turns=is_gated,
+        )
+        self._product = bound("product", self.operands, _PRODUCTS)
+        self._added = bound("add_to_residual", self.operands, _ADDED)
+        self._gated = bound("gated", self.operands, _GATED)
+        self._one_row = at(bound("one_row", self.operands, _ONE_ROW), 1)
+        self.fuses_one_row = self._one_row is not Weight.one_row
 
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x W^T + b: [num_tokens, in] -> [num_tokens, out]."""
         x = self._in_order(x)
-        if x.shape[0] <= MAX_ROWS:
-            return self._few_rows(x, bias)
-        return linear_reference(x, dequantize_triton(self.weight, x.dtype), bias)
+        return at(self._product, x.shape[0])(self, x, bias)
 
-    def add_to_residual(
-        self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def add_to_residual(self, residual: torch.Tensor, x: Rows, bias: torch.Tensor | None) -> Added:
         """Multiply, and add to the residual or leave that to the next norm; see `Linear.add_to_residual`."""
-        if x.is_cuda and x.shape[0] <= MAX_ROWS:
-            return self._few_rows(self._in_order(x), bias, parts=True), residual
-        if x.is_cuda and x.shape[0] >= _ADDS_ITSELF and bias is None:
-            return None, residual.addmm_(self._in_order(x), dequantize_triton(self.weight, x.dtype).t())
-        return self.product(x, bias), residual
+        assert isinstance(x, torch.Tensor)
+        return at(self._added, x.shape[0])(self, residual, x, bias)
 
-    def gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def gated(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """Return silu(gate) * up: [num_tokens, in] -> [num_tokens, out / 2]."""
-        if x.shape[0] <= MAX_ROWS:
-            return self._few_rows(self._in_order(x), bias, gated=True)
-        if bias is None and x.shape[0] >= hopper_gated_linear.FROM_ROWS and self._on_hopper(x):
-            dequantized = dequantize_triton(self.weight, x.dtype)
-            return hopper_gated_linear.hopper_gated_linear(self._in_order(x), dequantized)
-        return silu_and_mul(self.product(x, bias))
+        assert isinstance(x, torch.Tensor)
+        return at(self._gated, x.shape[0])(self, x, bias)
 
     def one_row(
         self,
@@ -86,24 +94,61 @@ class GPUGroupedWeight(Weight):
         gated: bool = False,
     ) -> torch.Tensor:
         """Multiply one row, fused with the norm before and the residual after; see `Linear.one_row`."""
-        prologue = None if norm is None else (norm.weight, norm.eps)
-        if self.order is not None:
-            x, prologue = self._in_order(x if norm is None else norm(x)[0]), None
-        return packed_gemv_triton(x, self.weight, bias, prologue, residual, gated)
+        return self._one_row(self, x, bias, norm, residual, gated)
 
-    def _few_rows(
-        self, x: torch.Tensor, bias: torch.Tensor | None, gated: bool = False, parts: bool = False
-    ) -> torch.Tensor:
-        """Multiply up to `MAX_ROWS` rows without dequantizing the weight to memory."""
-        if self._on_hopper(x) and is_fit(x, self.weight, gated):
-            return hopper_packed_linear(x, self.weight, bias, gated, parts)
-        return packed_linear_triton(x, self.weight, bias, gated, parts)
-
-    def _on_hopper(self, x: torch.Tensor) -> bool:
-        """Return whether Hopper's own kernels support such rows."""
-        fits = x.is_cuda and x.element_size() == 2 and x.shape[1] % 8 == 0 and self.num_out % 16 == 0
-        return fits and hopper_linear.has_hopper(x.device)
-
-    def _in_order(self, x: torch.Tensor) -> torch.Tensor:
+    def _in_order(self, x: Rows) -> torch.Tensor:
         """Sort the inputs of x by group."""
+        assert isinstance(x, torch.Tensor)
         return x if self.order is None else x.index_select(1, self.order)
+
+    def _dequantized(self) -> torch.Tensor:
+        """Return W, [out, in], of x's dtype and with inputs as x has them in order."""
+        return dequantize_triton(self.weight, self.operands.dtype)
+
+
+def _packed_gemv(
+    weight: GPUGroupedWeight,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: RMSNorm | None,
+    residual: torch.Tensor | None,
+    gated: bool,
+) -> torch.Tensor:
+    prologue = None if norm is None else (norm.weight, norm.eps)
+    if weight.order is not None:
+        x, prologue = weight._in_order(x if norm is None else norm(x)[0]), None
+    return packed_gemv_triton(x, weight.weight, bias, prologue, residual, gated)
+
+
+_Product = Callable[[GPUGroupedWeight, torch.Tensor, torch.Tensor | None], torch.Tensor]
+_OneRow = Callable[
+    [GPUGroupedWeight, torch.Tensor, torch.Tensor | None, RMSNorm | None, torch.Tensor | None, bool], torch.Tensor
+]
+# By the names of `selection.CASES`: w is the weight, b the bias. A product is given x in order.
+_PRODUCTS: Mapping[str, _Product] = {
+    "dequantize + library": lambda w, x, b: linear_reference(x, w._dequantized(), b),
+    "hopper_packed_linear": lambda w, x, b: hopper_packed_linear(x, w.weight, b),
+    "packed_linear": lambda w, x, b: packed_linear_triton(x, w.weight, b),
+}
+_ADDED: Mapping[str, Callable[[GPUGroupedWeight, torch.Tensor, torch.Tensor, torch.Tensor | None], Added]] = {
+    "dequantize + library_added": lambda w, residual, x, b: (
+        None,
+        residual.addmm_(w._in_order(x), w._dequantized().t()),
+    ),
+    "hopper_packed_linear": lambda w, residual, x, b: (
+        hopper_packed_linear(w._in_order(x), w.weight, b, parts=True),
+        residual,
+    ),
+    "packed_linear": lambda w, residual, x, b: (
+        packed_linear_triton(w._in_order(x), w.weight, b, parts=True),
+        residual,
+    ),
+    AS_PRODUCT: Weight.add_to_residual,
+}
+_GATED: Mapping[str, _Product] = {
+    "dequantize + hopper_gated_linear": lambda w, x, b: hopper_gated_linear(w._in_order(x), w._dequantized()),
+    "hopper_packed_linear": lambda w, x, b: hopper_packed_linear(w._in_order(x), w.weight, b, gated=True),
+    "packed_linear": lambda w, x, b: packed_linear_triton(w._in_order(x), w.weight, b, gated=True),
+    AS_PRODUCT: Weight.gated,
+}
+_ONE_ROW: Mapping[str, _OneRow] = {"packed_gemv": _packed_gemv, AS_PRODUCT: Weight.one_row}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from teachllm.layers.norm import RMSNorm
-from teachllm.layers.weights.base import Weight
+from teachllm.layers.weights.base import Rows, Weight
 from teachllm_kernels.silu_and_mul import silu_and_mul
 
 
@@ -21,7 +21,12 @@ class SeveralWeights(Weight):
         for index, weight in enumerate(weights):
             self.add_module(str(index), weight)
 
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def finish(self) -> None:
+        """Implement `Weight.finish`."""
+        for weight in self.weights:
+            weight.finish()
+
+    def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """Implement `Weight.product`."""
         biases = self._apart(bias)
         return torch.cat([weight.product(x, b) for weight, b in zip(self.weights, biases, strict=True)], dim=-1)

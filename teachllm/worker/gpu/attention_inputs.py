@@ -13,11 +13,12 @@ import torch
 
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.attention_backends.base import AttentionBackend, AttentionNeeds
+from teachllm.layers.attention_backends.triton import heads_of
 from teachllm.layers.dtypes import torch_dtype
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import LONGEST_DECODE
 from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
-from teachllm_kernels.attention.hopper_decode import fits_hopper_decode
+from teachllm_kernels.selection import at, spans_of
 
 
 @dataclass(slots=True)
@@ -70,6 +71,8 @@ class GPUAttention:
         plans: of their decodes, by window; none where the backend splits no decodes.
     """
 
+    _FUSED = frozenset({"fused_paged_decode", "hopper_decode"})  # by the names of `selection.CASES`
+
     def __init__(self, needs: AttentionNeeds, backend: AttentionBackend, batch: DeviceBatch, decode_len: int) -> None:
         self.backend = backend
         self._batch, self._num_kv_heads = batch, needs.num_kv_heads
@@ -77,7 +80,9 @@ class GPUAttention:
         if not backend.splits_decodes:
             return
         dtype, group = torch_dtype(needs.dtype), needs.num_heads // needs.num_kv_heads
-        on_hopper = fits_hopper_decode(batch.device, dtype, needs.head_size, group, needs.block_size)
+        heads = heads_of(batch.device, dtype, needs.head_size, group, needs.block_size)
+        self._kernels = tuple((most, case.kernel) for most, case in spans_of("decode", heads))
+        on_hopper = any(kernel == "hopper_decode" for _, kernel in self._kernels)
         self.plans = {
             window: DecodePlan.allocate(
                 max_seqs=batch.num_known.shape[0],
@@ -99,12 +104,7 @@ class GPUAttention:
         """
         count, num_seqs, tree = tokens.num_decodes, tokens.rows.shape[0], self._batch.tree
         fits = count == num_seqs and tokens.decode_len == 1 and tokens.first_place is None
-        is_fused = (
-            can_fuse
-            and fits
-            and self.backend.splits_decodes
-            and all(plan.fuses(num_seqs) for plan in self.plans.values())
-        )
+        is_fused = can_fuse and fits and self.backend.splits_decodes and self._fuses(num_seqs)
         if count:
             self._plan(tokens, is_fused)
         first_prompt = count if tokens.num_decode_tokens is None else tokens.num_decode_tokens
@@ -126,6 +126,10 @@ class GPUAttention:
             tree=None if tree is None or tokens.first_place is None else tree.sees,
             first_place=tokens.first_place or 0,
         )
+
+    def _fuses(self, num_seqs: int) -> bool:
+        """Return whether one kernel norms, rotates and writes K and V of so many decodes, and attends."""
+        return at(self._kernels, num_seqs) in self._FUSED
 
     def _plan(self, tokens: FlatBatch, is_fused: bool) -> None:
         count = tokens.num_decodes

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from teachllm.layers.attention_backends import selection, triton
+from teachllm.layers.attention_backends import triton
 from teachllm.layers.attention_backends.base import AttentionSettings
+from teachllm.layers.attention_backends.sdpa import SDPABackend
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.layers.attention_backends.triton import TritonBackend
+from teachllm_kernels.selection import Operands
 from tests.kernels.cases import ON_GPU
 from tests.layers.attention_backends.attention_cases import FULL, NEEDS, Batch, absent, stand_in
 
@@ -19,10 +21,23 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def test_the_fastest_that_suits_is_chosen_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "fits_hopper_prefill", lambda *where: True)
-    assert type(select_backend(None, NEEDS, GPU)) is TritonBackend
-    monkeypatch.setattr(selection, "fits_hopper_prefill", lambda *where: False)
+def put_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose kernels as for 16-bit heads on a Hopper, wherever the tensors lie."""
+
+    def heads_of(device: torch.device, dtype: torch.dtype, *sizes: int, has_soft_cap: bool = False) -> Operands:
+        head_size, group, block_size = sizes
+        shape = {"head_size": head_size, "group": group, "block_size": block_size}
+        return Operands("heads", "hopper", torch.bfloat16, has_soft_cap=has_soft_cap, **shape)
+
+    monkeypatch.setattr(triton, "heads_of", heads_of)
+
+
+@pytest.mark.parametrize("odd", [{}, {"head_size": 96}, {"num_kv_heads": 5, "num_heads": 15}, {"block_size": 8}])
+def test_the_fastest_that_suits_is_chosen_by_itself(odd: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "card_of", lambda device: "hopper")
+    chosen = select_backend(None, replace(NEEDS, **odd), GPU)
+    assert type(chosen) is (SDPABackend if odd else TritonBackend)
+    monkeypatch.setattr(triton, "card_of", lambda device: "gpu")
     assert select_backend(None, NEEDS, CPU).name == "reference"
     assert select_backend(None, NEEDS, GPU).name == "sdpa"
     assert select_backend(None, replace(NEEDS, windows=frozenset({None, 100})), GPU).name == "sdpa"
@@ -84,8 +99,8 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
 def test_prompts_side_by_side_have_a_plan_that_all_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     used: list[tuple[int, int]] = []
-    monkeypatch.setattr(triton, "_FEW_QUERIES", 0)
-    monkeypatch.setattr(triton, "fits_hopper_prefill", lambda *where: True)
+    put_on_hopper(monkeypatch)
+    monkeypatch.setattr(triton, "SHORT", 0)
     monkeypatch.setattr(triton, "plan_prefill", lambda starts, *rest: made.append(len(starts) - 1) or made[-1])
     monkeypatch.setattr(triton, "hopper_prefill", lambda q, k, v, tables, plan, *rest: used.append((len(q), plan)))
     batch = Batch([(7, 0), (40, 0), (5, 0)])
@@ -122,7 +137,7 @@ def test_what_is_quick_takes_the_kernel_that_is_launched_quickly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     used: list[str] = []
-    monkeypatch.setattr(triton, "fits_hopper_prefill", lambda *where: True)
+    put_on_hopper(monkeypatch)
     monkeypatch.setattr(triton, "plan_prefill", lambda *where: "plan")
     monkeypatch.setattr(triton, "hopper_prefill", lambda *where: used.append("hopper"))
     monkeypatch.setattr(triton, "paged_prefill_triton", lambda *where, **how: used.append("portable"))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from teachllm.layers.norm import RMSNorm
-from teachllm.layers.weights import gpu_scaled_weight
 from teachllm.layers.weights.execution_weights import as_groups
 from teachllm.layers.weights.gpu_grouped_weight import GPUGroupedWeight
 from teachllm.layers.weights.gpu_scaled_weight import GPUScaledWeight
@@ -100,7 +99,6 @@ def as_on_a_gpu() -> Iterator[None]:
         if not ON_GPU:
             round_as_a_gpu(patch)
             few_programs(patch)
-            patch.setattr(gpu_scaled_weight, "compute_capability", lambda device: (9, 0))
         yield
 
 
@@ -113,7 +111,7 @@ def made(name: str, is_gated: bool = False) -> tuple[Any, Any]:
         if isinstance(value, torch.Tensor):
             object.__setattr__(quantized, field, value.to(DEVICE))
     if isinstance(quantized, GroupedWeight):
-        return quantized, GPUGroupedWeight(quantized, is_gated)
+        return quantized, GPUGroupedWeight(quantized, DTYPE, is_gated)
     return quantized, GPUScaledWeight(quantized, DTYPE)
 
 

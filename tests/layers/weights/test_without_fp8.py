@@ -42,7 +42,7 @@ def made(dtype: torch.dtype, per: str, activations: Activations) -> tuple[Any, G
     weight = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(1)) * NUM_IN**-0.5
     quantized = rounding.scaled(weight.to(DEVICE), dtype, per, activations)
     with pytest.MonkeyPatch.context() as patch:  # an Ampere
-        patch.setattr(gpu_scaled_weight, "compute_capability", lambda device: (8, 0))
+        patch.setattr(gpu_scaled_weight, "capability", lambda device: (8, 0))
         return quantized, GPUScaledWeight(quantized, DTYPE)
 
 

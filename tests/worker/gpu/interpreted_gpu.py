@@ -23,10 +23,10 @@ from teachllm.models.decoder import CausalLM
 from teachllm.sampling import sampler
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.gpu import gpu_model_runner
+from teachllm.worker.gpu.attention_inputs import GPUAttention
 from teachllm.worker.gpu.cuda_graphs import Graphs
 from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 from teachllm_kernels.attention import decode_plan
-from teachllm_kernels.attention.decode_plan import DecodePlan
 from teachllm_kernels.attention.kv_write import kv_write_triton
 from tests.kernels.guard import guard
 from tests.thorough import times
@@ -98,7 +98,7 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CausalLM, "fuses_decodes", False)
     # A launch is as large as the GPU, its work as small as a test.
     patch.setattr(decode_plan, "_MULTIPROCESSORS", times(2, 8))
-    patch.setattr(DecodePlan, "fuses", lambda plan, num_seqs: False)
+    patch.setattr(GPUAttention, "_fuses", lambda attention, num_seqs: False)
     patch.setattr(gpu_model_runner, "select_backend", lambda *needs: TritonBackend())
     patch.setattr(gpu_model_runner, "Graphs", _Graphs)
     patch.setattr(sampler, "draws_by_kernel", lambda device: device == INTERPRETED)

@@ -18,7 +18,6 @@ from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.core.request import Request
 from teachllm.engine.llm_engine import Engine
 from teachllm.layers import linear
-from teachllm.layers.weights import gpu_scaled_weight
 from teachllm.layers.weights.base import Weight
 from teachllm.layers.weights.execution_weights import as_groups
 from teachllm.layers.weights.gpu_grouped_weight import GPUGroupedWeight
@@ -148,10 +147,10 @@ def test_settings_do_not_change_greedy_tokens_of_a_quantized_cache(kv_cache_dtyp
 def interpret_quantized(patch: pytest.MonkeyPatch) -> None:
     """As `interpret`, and weights are a GPU's quantized weights, multiplied by its kernels."""
 
-    def weight_of(quantized: Any, dtype: torch.dtype, is_gated: bool = False) -> Weight:
+    def weight_of(quantized: Any, dtype: torch.dtype, is_gated: bool = False, has_bias: bool = False) -> Weight:
         quantized = as_groups(quantized)
         if isinstance(quantized, GroupedWeight):
-            return GPUGroupedWeight(quantized, is_gated)
+            return GPUGroupedWeight(quantized, dtype, is_gated, has_bias)
         return GPUScaledWeight(quantized, dtype)
 
     def grid(num_rows: int, num_in: int, num_out: int, block_n: int) -> tuple[int, int]:
@@ -159,7 +158,6 @@ def interpret_quantized(patch: pytest.MonkeyPatch) -> None:
 
     interpret(patch)
     round_as_a_gpu(patch)
-    patch.setattr(gpu_scaled_weight, "compute_capability", lambda device: (9, 0))
     patch.setattr(linear, "weight_of", weight_of)
     patch.setattr(scaled_linear, "_grid", grid)
 

@@ -45,7 +45,7 @@ from teachllm_kernels.linear.packed.hopper_packed_operands import (
 from teachllm_kernels.linear.packed.packed_dequantize import conversion
 from teachllm_kernels.linear.packed.packed_weight import PackedWeight, cost, packed_linear_reference
 
-__all__ = ["MAX_ROWS", "cost", "hopper_packed_linear", "is_fit", "packed_linear_reference"]
+__all__ = ["MAX_ROWS", "cost", "hopper_packed_linear", "is_fit", "packed_linear_reference", "takes_groups"]
 
 MAX_ROWS = 256
 _MOST = 128  # rows per program
@@ -266,15 +266,23 @@ def _stages(rows: int, stripes: int, turns: int, weight: PackedWeight, tiles: in
 
 def is_fit(x: torch.Tensor, weight: PackedWeight, gated: bool) -> bool:
     """Return whether this kernel supports such rows and such a weight, on a card that has it."""
-    size = weight.group_size if weight.scales.shape[1] > 1 else _DEPTH
-    late = size % _DEPTH == 0
-    if (not late and (x.dtype != torch.bfloat16 or _DEPTH % size)) or (late and weight.is_e2m1):
-        return False
-    return (
-        x.element_size() == weight.scales.element_size() == 2
-        and (x.shape[0] <= MAX_ROWS and weight.num_in % 8 == 0 and weight.num_out % 16 == 0)
-        and weight.is_gated == gated
-    )
+    group_size = weight.group_size if weight.scales.shape[1] > 1 else 0
+    fits = x.shape[0] <= MAX_ROWS and weight.num_in % 8 == 0 and weight.num_out % 16 == 0 and weight.is_gated == gated
+    return fits and takes_groups(x.dtype, group_size, weight.scales.element_size(), weight.is_e2m1)
+
+
+def takes_groups(dtype: torch.dtype, group_size: int, scale_bytes: int, is_e2m1: bool) -> bool:
+    """Return whether this kernel supports such groups.
+
+    Args:
+        dtype: of x.
+        group_size: inputs that share a scale; 0: all inputs of an output do.
+        scale_bytes: of a scale.
+    """
+    size = group_size or _DEPTH
+    late = size % _DEPTH == 0  # scales are applied to products
+    fits = not is_e2m1 if late else dtype == torch.bfloat16 and _DEPTH % size == 0
+    return fits and dtype.itemsize == scale_bytes == 2
 
 
 def hopper_packed_linear(

@@ -16,13 +16,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from teachllm_kernels._hopper import capability
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
-from teachllm_kernels.dry_run import compute_capability
 from teachllm_kernels.linear.scaled.scaled_reference import cost, scale_kind
-from teachllm_kernels.quantize_rows import QuantizedRows
+from teachllm_kernels.quantize_rows import GROUP, QuantizedRows
 from teachllm_kernels.silu_and_mul import silu_and_mul
 
-__all__ = ["cost", "fits_scaled_mm", "scaled_mm"]
+__all__ = ["cost", "fits_scaled_mm", "library_multiplies", "scaled_mm"]
 
 _INTEGER_ROWS = 17  # at least this many rows of x for integer products
 _FLOAT_ROWS = 256  # the same for e4m3: with fewer, cuBLAS has no algorithm for some shapes
@@ -31,18 +31,31 @@ _BLOCK = 1024
 
 def fits_scaled_mm(x: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor) -> bool:
     """Return whether the library has such a product on this card."""
-    (num_rows, num_in), num_out, kind = x.values.shape, weight.shape[0], scale_kind(weight, scales)
-    if weight.is_cpu:
-        return weight.dtype == torch.int8 and kind != "block"
+    (num_rows, num_in), is_e4m3 = x.values.shape, weight.dtype != torch.int8
+    if not weight.is_cpu and num_rows < (_FLOAT_ROWS if is_e4m3 else _INTEGER_ROWS):
+        return False
+    has_blocks = scale_kind(weight, scales) == "block"
+    return library_multiplies(capability(weight.device), num_in, weight.shape[0], is_e4m3, has_blocks)
+
+
+def library_multiplies(
+    capability: tuple[int, int] | None, num_in: int, num_out: int, is_e4m3: bool, has_blocks: bool
+) -> bool:
+    """Return whether the library multiplies such a weight by many rows.
+
+    Args:
+        capability: of the card; None: a CPU.
+        is_e4m3: the weight is e4m3; otherwise int8.
+        has_blocks: it has scales of blocks.
+    """
+    if capability is None:
+        return not is_e4m3 and not has_blocks
     if num_in % 16 or num_out % 16:
         return False
-    if weight.dtype == torch.int8:
-        return kind != "block" and num_rows >= _INTEGER_ROWS
-    if num_rows < _FLOAT_ROWS:
-        return False
-    capability = compute_capability(weight.device)
-    if kind == "block":  # columns of the weight's scales begin at multiples of 16 bytes, too
-        return capability[0] == 9 and scales.shape[1] % 4 == 0
+    if not is_e4m3:
+        return not has_blocks
+    if has_blocks:  # columns of the weight's scales begin at multiples of 16 bytes, too
+        return capability[0] == 9 and -(-num_in // GROUP) % 4 == 0
     return capability >= (8, 9)
 
 
