@@ -14,6 +14,7 @@ from teachllm.layers.attention import AttentionMetadata, paged_attention, write_
 from teachllm.layers.attention_backends.base import AttentionSettings
 from teachllm.layers.attention_backends.reference import ReferenceMetadata
 from teachllm.layers.attention_backends.triton import TritonMetadata, check_heads
+from teachllm.layers.checkpoint_tensors import TensorDestination
 from teachllm.layers.linear import Linear
 from teachllm.layers.rotary import Rotary, RotaryConfig, attention_factor, inverse_frequencies
 from teachllm.layers.weights import base, dense_weight
@@ -76,9 +77,11 @@ def test_angles_of_far_positions_do_not_depend_on_the_dtype_of_the_model() -> No
 
 def test_a_merged_projection_is_its_parts_side_by_side() -> None:
     layer = Linear(8, {"q_proj": 6, "k_proj": 2, "v_proj": 3}, bias=True)
-    weights = {name: torch.randn(destination.shape) for name, destination in layer.parts()}
-    for name, destination in layer.parts():
-        destination.copy_(weights[name])
+    places = dict(layer.checkpoint_tensors("qkv_proj"))
+    weights = {name: torch.randn(place.shape) for name, place in places.items() if isinstance(place, TensorDestination)}
+    for name, place in places.items():
+        assert isinstance(place, TensorDestination)
+        place.target.copy_(weights[name])
     x = torch.randn(5, 8)
     apart = [x @ weights[f"{p}.weight"].T + weights[f"{p}.bias"] for p in ("q_proj", "k_proj", "v_proj")]
     torch.testing.assert_close(layer(x), torch.cat(apart, dim=-1))
