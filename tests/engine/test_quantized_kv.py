@@ -278,16 +278,16 @@ def test_a_drafters_kv_is_quantized_too_and_its_scales_are_measured(method: str)
 
 # -- on a GPU ----------------------------------------------------------------------------------------------
 
-prompts = pytest.mark.parametrize("few", [512, 0], ids=["quick launches", "hopper_prefill"])
+prompts = pytest.mark.parametrize("short", [triton.SHORT, 0], ids=["quick launches", "hopper_prefill"])
 
 
 @pytest.mark.gpu
 @both
 @prompts
 def test_graphs_and_running_ahead_equal_eager_bit_for_bit(
-    kv_cache_dtype: str, few: int, monkeypatch: pytest.MonkeyPatch
+    kv_cache_dtype: str, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton, "_FEW_QUERIES", few)
+    monkeypatch.setattr(triton, "SHORT", short)
     how = {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype}
     plans, made = recorded(workload(), async_scheduling=True, **how)
     eager = replayed(plans, 0, enforce_eager=True, **how)
@@ -307,9 +307,9 @@ def prompt_logprobs(device: str, dtype: str, kv_cache_dtype: str) -> torch.Tenso
 @both
 @prompts
 def test_a_gpus_scores_are_the_cpus_up_to_values_that_round_the_other_way(
-    kv_cache_dtype: str, few: int, monkeypatch: pytest.MonkeyPatch
+    kv_cache_dtype: str, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton, "_FEW_QUERIES", few)
+    monkeypatch.setattr(triton, "SHORT", short)
     unquantized, quantized = (prompt_logprobs("cpu", "float32", each) for each in ("auto", kv_cache_dtype))
     assert len(unquantized) > 100
     cost = (quantized - unquantized).abs().mean()

@@ -56,7 +56,7 @@ def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if not request.param:
         if not fits_hopper_prefill(DEVICE, DTYPE, HEAD_SIZE, HEADS // KV_HEADS, BLOCK_SIZE):
             pytest.skip("needs a Hopper GPU")
-        monkeypatch.setattr(triton, "_FEW_QUERIES", 0)
+        monkeypatch.setattr(triton, "SHORT", 0)
 
 
 @pytest.mark.usefixtures("prompts")

@@ -131,7 +131,7 @@ def replayed(plans: list[SchedulerOutput], num_ahead: int, **changes: Any) -> li
 def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of prompts beside decodes: the one for as few as there are here, or the one for many."""
     if not request.param:
-        monkeypatch.setattr(triton, "_FEW_QUERIES", 0)
+        monkeypatch.setattr(triton, "SHORT", 0)
 
 
 @pytest.mark.usefixtures("prompts")

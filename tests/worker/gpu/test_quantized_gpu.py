@@ -20,12 +20,12 @@ def assert_no_bit_changes(**how: Any) -> None:
     assert made == eager and replayed(plans, 1, dtype="bfloat16", **how) == eager
 
 
-@pytest.mark.parametrize("few", [512, 0], ids=["quick launches", "hopper_prefill"])
+@pytest.mark.parametrize("short", [triton.SHORT, 0], ids=["quick launches", "hopper_prefill"])
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 def test_graphs_and_running_ahead_equal_eager_bit_for_bit(
-    quantization: str, few: int, monkeypatch: pytest.MonkeyPatch
+    quantization: str, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton, "_FEW_QUERIES", few)
+    monkeypatch.setattr(triton, "SHORT", short)
     assert_no_bit_changes(quantization=quantization)
 
 
