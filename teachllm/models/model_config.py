@@ -6,18 +6,17 @@ arithmetic needs is known here, before a weight is allocated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from teachllm.checkpoint.files import find_folder, quantization_config, read_json, tensors_to_load
+from teachllm.checkpoint.files import find_folder, quantization_config, read_json
 from teachllm.checkpoint.generation_config import generation_defaults, read_generation_config
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
 from teachllm.models.registry import architecture_of, check_supported, is_own, own_architectures
 from teachllm.models.shape import Shape
-from teachllm.models.tensor_names import HEAD
 
 if TYPE_CHECKING:
     from teachllm.quantization.formats.layer_schemes import Quantization
@@ -120,7 +119,7 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         from teachllm.models.via_transformers import shape as via_transformers_shape
 
         shape = via_transformers_shape.shape(folder, config)
-        stored = tensors_to_load(folder, config.load_format)
+        stored = {}
     dtype = _dtype(raw, config.dtype, device_type)
     max_model_len = config.max_model_len or shape.context_len
     if max_model_len > shape.context_len:
@@ -132,23 +131,16 @@ def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelCo
         quantization = _quantization(config, raw, folder, implementation, frozenset(stored))
     recommended = read_generation_config(config, folder)
     eos_token_ids = recommended.token_ids("eos_token_id") if recommended.has("eos_token_id") else shape.eos_token_ids
-    num_parameters, size = shape.num_parameters, DTYPE_BYTES[dtype]
-    if stored and implementation == "transformers":
-        num_parameters = sum(t.num_elements for t in stored.values())
-        if shape.tied and HEAD in stored:
-            num_parameters -= stored[HEAD].num_elements
+    shape, size = replace(shape, eos_token_ids=eos_token_ids), DTYPE_BYTES[dtype]
     found = ModelConfig(
-        **(
-            {each.name: getattr(shape, each.name) for each in fields(Shape)}
-            | {"num_parameters": num_parameters, "eos_token_ids": eos_token_ids}
-        ),
+        **vars(shape),
         path=str(folder),
         device_type=device_type,
         architecture=architecture,
         implementation=implementation,
         dtype=dtype,
         max_model_len=max_model_len,
-        weight_bytes=num_parameters * size,
+        weight_bytes=shape.num_parameters * size,
         active_bytes=shape.num_active_parameters * size,
         quantization=None if quantization is None else quantization.name,
         quantized_as_read=config.quantization,

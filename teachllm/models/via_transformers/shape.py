@@ -16,6 +16,7 @@ from teachllm.config import EngineConfig
 from teachllm.errors import ModelError
 from teachllm.models.registry import architecture_of, check_features, supported
 from teachllm.models.shape import Shape
+from teachllm.models.tensor_names import HEAD
 from teachllm.models.via_transformers.config import NO_INTERFACE, OPTIONAL_SIZES, SIZES, create, read_config
 from teachllm.models.via_transformers.model import TransformersModel, register
 from teachllm.models.via_transformers.rehearsal import IMPLEMENTATION, attention_modules, rehearse
@@ -63,7 +64,7 @@ def shape(folder: Path, engine_config: EngineConfig) -> Shape:
         windows=tuple(windows[layer] for layer in range(num_layers)),
         tied=_is_tied(model),
         eos_token_ids=JsonObject(config.to_dict(), "config.json").token_ids("eos_token_id"),
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_parameters=_num_parameters(model, stored),
         num_active_parameters=_num_active(model, config),
         estimated_width=_estimated_width(config),
     )
@@ -107,6 +108,14 @@ def _is_tied(model: Any) -> bool:
     """Asked of the model: a key that config.json lacks means another thing to each architecture."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _num_parameters(model: Any, stored: Mapping[str, StoredTensor]) -> int:
+    """Return the number of the stored parameters, or of the model's where none are stored; a tied head counts once."""
+    if not stored:
+        return sum(p.numel() for p in model.parameters())
+    repeated = stored[HEAD].num_elements if HEAD in stored and _is_tied(model) else 0
+    return sum(tensor.num_elements for tensor in stored.values()) - repeated
 
 
 def _hidden_size(model: Any, config: Any) -> int:
