@@ -6,6 +6,7 @@ they were last executed.
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from teachllm_lessons.build import FOLDER, execute, inputs, read, sources, stamp
 from teachllm_lessons.exercise import VERDICT_TYPE
 from teachllm_lessons.faults import FAULTS, ROOT
 from teachllm_lessons.predict import PREDICTION_TYPE
+from teachllm_lessons.source import Source
 from tests.thorough import only_thorough
 
 MAX_CELLS = 30
@@ -54,6 +56,22 @@ def test_it_is_what_its_source_says(source: Path) -> None:
 def test_it_has_been_executed_as_it_is_now(source: Path) -> None:
     again = f"python -m teachllm_lessons.build {source.name[:2]}"
     assert stamps().get(source.stem) == stamp(source), f"its source or helpers have changed: run {again}"
+
+
+def shown_sources(source: Path) -> list[Source]:
+    """Return what the calls of `show` in a lesson show today; what they name is imported at the lesson's top level."""
+    tree, names = ast.parse(source.read_text(encoding="utf-8")), dict[str, Any]()
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), str(source), "exec"), names)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "show"]
+    return [eval(compile(ast.Expression(call), str(source), "eval"), names) for call in calls]
+
+
+@of_each
+def test_it_shows_the_code_as_it_is_now(source: Path) -> None:
+    text, again = whole_text(made(source)), f"python -m teachllm_lessons.build {source.name[:2]}"
+    for shown in shown_sources(source):
+        assert "\n".join(shown.lines) in text, f"{shown.where} has been changed: run {again}"
 
 
 @of_each
