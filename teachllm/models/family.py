@@ -83,6 +83,10 @@ class Part:
     schemes: Schemes = UNQUANTIZED
     ranks: Ranks = ALONE
 
+    def layer_schemes(self, index: int) -> Schemes:
+        """Return how the projections of one layer are quantized."""
+        return self.schemes.within(f"model.layers.{index}")
+
     def shard(self, config: DecoderConfig) -> ShardSpec:
         """Return which part of each of its layers is this rank's."""
         return self.ranks.shard_spec(config.num_kv_heads)

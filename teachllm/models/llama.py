@@ -16,13 +16,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from teachllm.distributed.ranks import WHOLE, ShardSpec
+from teachllm.distributed.ranks import ShardSpec
 from teachllm.layers.attention import Attention, AttentionMetadata, write_kv
 from teachllm.layers.checkpoint_tensors import Destination, checkpoint_tensors
 from teachllm.layers.linear import Addend, Linear, Rows
 from teachllm.layers.norm import InputQuantization, QKNorm, RMSNorm
 from teachllm.layers.rotary import Rotary
-from teachllm.layers.weights.scheme import UNQUANTIZED, Schemes
+from teachllm.layers.weights.scheme import Schemes
 from teachllm.models.base import Angles, AuxOut, PagedKV
 from teachllm.models.decoder import CausalLM, DecoderLayer
 from teachllm.models.family import Family, Part
@@ -47,9 +47,10 @@ class LlamaAttention(nn.Module):
         self,
         config: LlamaConfig,
         window: int | None,
+        *,
+        schemes: Schemes,
+        shard: ShardSpec,
         input_size: int | None = None,
-        schemes: Schemes = UNQUANTIZED,
-        shard: ShardSpec = WHOLE,
     ) -> None:
         super().__init__()
         self.head_size = config.head_size
@@ -97,7 +98,7 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)); the block applies down and adds to the residual."""
 
-    def __init__(self, config: LlamaConfig, schemes: Schemes = UNQUANTIZED, shard: ShardSpec = WHOLE) -> None:
+    def __init__(self, config: LlamaConfig, *, schemes: Schemes, shard: ShardSpec) -> None:
         super().__init__()
         size = config.intermediate_size
         parts = {"gate_proj": size, "up_proj": size}
@@ -131,9 +132,7 @@ class LlamaLayer(DecoderLayer):
         index: its index in the model, which decides on its window and on experts in place of one MLP.
     """
 
-    def __init__(
-        self, config: LlamaConfig, index: int, schemes: Schemes = UNQUANTIZED, shard: ShardSpec = WHOLE
-    ) -> None:
+    def __init__(self, config: LlamaConfig, index: int, *, schemes: Schemes, shard: ShardSpec) -> None:
         super().__init__()
         window, experts = config.windows[index], config.experts_of(index)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
@@ -141,7 +140,7 @@ class LlamaLayer(DecoderLayer):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp: LlamaMLP | SparseMLP
         if experts is None:
-            self.mlp, self._mlp_name = LlamaMLP(config, schemes.within("mlp"), shard), "mlp"
+            self.mlp, self._mlp_name = LlamaMLP(config, schemes=schemes.within("mlp"), shard=shard), "mlp"
         else:
             self.mlp, self._mlp_name = SparseMLP(config.hidden_size, experts, shard), experts.names.block
 
@@ -206,7 +205,7 @@ class LlamaLayer(DecoderLayer):
 def build(config: LlamaConfig, part: Part) -> CausalLM:
     """Build a model of the family, or a part of one, without its weights."""
     shard = part.shard(config)
-    layers = [LlamaLayer(config, i, part.schemes.within(f"model.layers.{i}"), shard) for i in part.layers]
+    layers = [LlamaLayer(config, i, schemes=part.layer_schemes(i), shard=shard) for i in part.layers]
     norm = partial(RMSNorm, config.hidden_size, eps=config.norm_eps)
     return CausalLM(config, part, layers, Rotary(config.rotary, part.max_len), norm)
 

@@ -16,12 +16,14 @@ from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.linear import Addend, Rows
 from teachllm.layers.norm import InputQuantization, QKNorm, RMSNorm
 from teachllm.layers.rotary import Rotary
+from teachllm.layers.weights.scheme import UNQUANTIZED
 from teachllm.models.decoder import added_up
 from teachllm.models.llama import LlamaAttention, LlamaLayer, LlamaMLP, parse
 from teachllm.models.llama_fast_paths import fuses_one_row
 from tests.kernels.guard import guard
 
 NUM_TOKENS, HIDDEN = 5, 64
+WHOLE_LAYER: dict[str, Any] = {"schemes": UNQUANTIZED, "shard": WHOLE}
 CONFIG = parse(
     {
         **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 128, "hidden_size": HIDDEN},
@@ -74,35 +76,35 @@ class TwiceAttention(LlamaAttention):
 
 
 def own() -> LlamaLayer:
-    return LlamaLayer(CONFIG, 0)
+    return LlamaLayer(CONFIG, 0, **WHOLE_LAYER)
 
 
 def with_norm() -> LlamaLayer:
-    layer = LlamaLayer(CONFIG, 0)
+    layer = LlamaLayer(CONFIG, 0, **WHOLE_LAYER)
     layer.post_attention_layernorm = ShiftedNorm(HIDDEN, eps=CONFIG.norm_eps)
     return layer
 
 
 def with_qk_norm() -> LlamaLayer:
-    layer = LlamaLayer(CONFIG, 0)
+    layer = LlamaLayer(CONFIG, 0, **WHOLE_LAYER)
     layer.self_attn.qk_norm = ShiftedQKNorm(4, 2, 32, eps=CONFIG.norm_eps)
     return layer
 
 
 def with_mlp() -> LlamaLayer:
-    layer = LlamaLayer(CONFIG, 0)
-    layer.mlp = GeluMLP(CONFIG)
+    layer = LlamaLayer(CONFIG, 0, **WHOLE_LAYER)
+    layer.mlp = GeluMLP(CONFIG, **WHOLE_LAYER)
     return layer
 
 
 def with_attention() -> LlamaLayer:
-    layer = LlamaLayer(CONFIG, 0)
-    layer.self_attn = TwiceAttention(CONFIG, None, shard=WHOLE)
+    layer = LlamaLayer(CONFIG, 0, **WHOLE_LAYER)
+    layer.self_attn = TwiceAttention(CONFIG, None, **WHOLE_LAYER)
     return layer
 
 
 def in_other_order() -> LlamaLayer:
-    return OtherOrder(CONFIG, 0)
+    return OtherOrder(CONFIG, 0, **WHOLE_LAYER)
 
 
 LAYERS = [own, with_norm, with_qk_norm, with_mlp, with_attention, in_other_order]

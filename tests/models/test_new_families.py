@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,48 +12,86 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from teachllm import LLM, SamplingParams
+from teachllm import LLM, EngineConfig, SamplingParams
 from teachllm.distributed.layout import Layout
+from teachllm.distributed.ranks import Ranks
+from teachllm.errors import ModelError
+from teachllm.loading.loader import load_model
 from teachllm.models import registry
-from teachllm.models.build import describe
+from teachllm.models.build import META, build_model, describe
+from teachllm.models.model_config import load_model_config
+from teachllm.models.spec import collect
 from tests.checkpoints import VOCAB_SIZE
 from tests.distributed.test_runner_parts import work
 from tests.distributed.threads import on_ranks
 from tests.engine.quantized_reference import QuantizedReference, float64_allowed
 from tests.engine.test_lossless_settings import PROMPTS, WORKLOAD, check
+from tests.kernels.guard import guard
 from tests.models.families import references
 from tests.models.families.references import ToyReference
+from tests.models.flat_batch import logits_by_schedule
 from tests.worker.gpu.interpreted_gpu import InterpretedRunner, interpret
 
 COMMON = {
     **{"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": None},
+    "rope_theta": 10000.0,
 }
-COHERE = {"logit_scale": 0.5, "layer_norm_eps": 1e-5, "use_qk_norm": True, "rope_theta": 10000.0}
+
+
+@dataclass(frozen=True)
+class NewFamily:
+    """A family that transformers need not know.
+
+    Attributes:
+        architecture, model_type: as in config.json.
+        reference: its forward pass once more, see `families/references.py`.
+        settings: of config.json, besides `COMMON`.
+        module: where its file is; None: it is registered already, as a family of the package is.
+    """
+
+    architecture: str
+    model_type: str
+    reference: Callable[..., torch.Tensor]
+    settings: dict[str, Any]
+    module: str | None = None
+
+
 FAMILIES = {
-    "moved_norm": ("MovedNormForCausalLM", references.moved_norm, {"rms_norm_eps": 1e-6}),
-    "parallel_block": ("CohereForCausalLM", references.parallel_block, COHERE),
+    "moved_norm": NewFamily(
+        architecture="MovedNormForCausalLM",
+        model_type="moved_norm",
+        reference=references.moved_norm,
+        settings={"rms_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"},
+        module="tests.models.families.moved_norm",
+    ),
+    "parallel_block": NewFamily(
+        architecture="CohereForCausalLM",
+        model_type="cohere",
+        reference=references.parallel_block,
+        settings={"logit_scale": 0.5, "layer_norm_eps": 1e-5, "use_qk_norm": True},
+        module="tests.models.families.parallel_block",
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyReference]:
-    """A random checkpoint of a toy family, which is registered as long as it is used."""
-    name, folder = request.param, tmp_path_factory.mktemp(request.param)
-    architecture, forward, settings = FAMILIES[name]
-    model_type = "cohere" if settings is COHERE else name
-    raw = COMMON | settings | {"architectures": [architecture], "model_type": model_type}
+    """A random checkpoint of a family, which is registered as long as it is used."""
+    new, folder = FAMILIES[request.param], tmp_path_factory.mktemp(request.param)
+    raw = COMMON | new.settings | {"architectures": [new.architecture], "model_type": new.model_type}
     with pytest.MonkeyPatch.context() as patch:
         for table in ("_MODULES", "_OWN_TYPES"):
             patch.setattr(registry, table, dict(getattr(registry, table)))
-        registry.register(f"tests.models.families.{name}", {model_type: architecture})
+        if new.module is not None:
+            registry.register(new.module, {new.model_type: new.architecture})
         (folder / "config.json").write_text(json.dumps(raw))
         generator = torch.Generator().manual_seed(0)
         tensors = {each.name: torch.randn(each.shape, generator=generator) for each in describe(raw).weights}
         for key, tensor in tensors.items():
             tensor.mul_(2.0 * tensor.shape[-1] ** -0.5) if "norm" not in key else tensor.mul_(0.2).add_(1.0)
         save_file(tensors, folder / "model.safetensors")
-        yield ToyReference(name, str(folder), raw, forward)
+        yield ToyReference(request.param, str(folder), raw, new.reference)
 
 
 SETTINGS = {
@@ -98,6 +137,44 @@ def test_ranks_share_it(family: ToyReference, layout: Layout) -> None:
     [alone] = on_ranks(Layout(), partial(work, folder=family.path, params=params))
     for request in on_ranks(layout, partial(work, folder=family.path, params=params)):
         assert request == alone
+
+
+def test_each_of_two_ranks_has_half_of_every_matrix(family: ToyReference) -> None:
+    whole = {weight.name: weight.num_parameters for weight in describe(family.raw).weights if len(weight.shape) > 1}
+    model = load_model_config(EngineConfig(model=family.path))
+    for rank in range(2):
+        part = collect(build_model(model, META, ranks=Ranks(Layout(tensor=2).coords(rank))))
+        assert {each.name: 2 * each.num_parameters for each in part.weights if len(each.shape) > 1} == whole
+
+
+def test_every_projection_may_be_quantized_under_its_own_name(family: ToyReference) -> None:
+    layers = describe(family.raw).layers
+    matrices = [weight.name for layer in layers for weight in layer.weights if weight.name.endswith("proj.weight")]
+    asked = [f"{name}.weight" for name in describe(family.raw).projections if name != "lm_head"]
+    assert sorted(asked) == sorted(matrices) and len(matrices) >= 6 * len(layers)
+
+
+def test_a_config_that_asks_for_another_activation_is_refused(family: ToyReference) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: hidden_act='relu': must be "):
+        describe(family.raw | {"hidden_act": "relu"})
+
+
+def test_its_layers_compute_the_same_with_a_gpus_kernels_interpreted(
+    family: ToyReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms, rotation, KV write and activations take a GPU's way; products and attention take a CPU's."""
+    config = EngineConfig(model=family.path)
+    description = load_model_config(config)
+    model = load_model(description, config, torch.device("cpu"))
+    sequences = [torch.tensor(PROMPTS[i][:14]) for i in (19, 23)]
+    schedule = [[(0, 9), (1, 4)], [(0, 1), (1, 8)], [(0, 4), (1, 2)]]
+    guard(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    found = logits_by_schedule(model, description, sequences, schedule, torch.float32, block_size=16)
+    monkeypatch.undo()
+    for ids, logits in zip(sequences, found, strict=True):
+        expected = FAMILIES[family.name].reference(family.weights, family.raw, ids)
+        torch.testing.assert_close(logits.double(), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_with_int8_weights_a_batch_computes_what_each_request_alone_does_without_a_cache(family: ToyReference) -> None:

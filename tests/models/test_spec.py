@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from teachllm import EngineConfig
+from teachllm.distributed.ranks import WHOLE
 from teachllm.errors import ModelError
 from teachllm.layers.checkpoint_tensors import Destination, destination
 from teachllm.models import llama, registry
@@ -99,7 +100,7 @@ def test_tensors_that_contradict_the_module_are_refused(
 
 def test_a_list_of_layers_that_does_not_match_their_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(config: Any, part: Part) -> Any:
-        layers = [LlamaLayer(config, i) for i in part.layers[:-1]]
+        layers = [LlamaLayer(config, i, schemes=part.schemes, shard=WHOLE) for i in part.layers[:-1]]
         return llama.CausalLM(config, part, layers, nn.Identity(), nn.Identity)
 
     monkeypatch.setattr(llama, "FAMILY", llama.Family(llama.parse, build))

@@ -9,7 +9,7 @@ import torch
 
 from teachllm.checkpoint.files import read_json
 from teachllm.checkpoint.json_values import JsonObject, without_nulls
-from teachllm.models.llama_config import MAY_BE_NULL
+from teachllm.models.config_keys import MAY_BE_NULL
 
 
 def read_settings(folder: Path) -> JsonObject:

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from teachllm.distributed.ranks import WHOLE
 from teachllm.errors import ModelError
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.checkpoint_tensors import Destination, checkpoint_tensors, destination
@@ -30,6 +31,7 @@ from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Linear
 from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
+from teachllm.layers.weights.scheme import UNQUANTIZED
 from teachllm.models.base import Angles, PagedKV
 from teachllm.models.decoder import added_up
 from teachllm.models.draft_heads.base import HasLogits, draft_logits
@@ -48,9 +50,11 @@ class EagleLayer(nn.Module):
             self.input_layernorm = RMSNorm(llama.hidden_size, eps=llama.norm_eps)
             self.hidden_norm = RMSNorm(llama.hidden_size, eps=llama.norm_eps)
         input_size = llama.hidden_size * (2 if config.is_third else 1)
-        self.self_attn = LlamaAttention(llama, llama.windows[0], input_size=input_size)
+        self.self_attn = LlamaAttention(
+            llama, llama.windows[0], schemes=UNQUANTIZED, shard=WHOLE, input_size=input_size
+        )
         self.post_attention_layernorm = RMSNorm(llama.hidden_size, eps=llama.norm_eps)
-        self.mlp = LlamaMLP(llama)
+        self.mlp = LlamaMLP(llama, schemes=UNQUANTIZED, shard=WHOLE)
 
     def forward(
         self,

@@ -16,27 +16,29 @@ from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.layers.weights.scheme import Schemes
 from teachllm.models.base import Angles, PagedKV
+from teachllm.models.config_keys import expect, read_num_layers, values_of
 from teachllm.models.decoder import CausalLM, DecoderLayer
 from teachllm.models.family import Family, Part
 from teachllm.models.llama import LlamaAttention
-from teachllm.models.llama_config import LlamaConfig
-from teachllm.models.llama_config import parse as parse_llama
+from teachllm.models.llama_config import LlamaConfig, read_llama
 
 
 def parse(raw: dict[str, Any]) -> LlamaConfig:
-    """Return a config.json, which has the keys of a Llama's."""
-    return parse_llama(raw | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    """Return a config.json, which has the keys of a Llama's.
+
+    Raises:
+        ModelError: it asks for something that this family's code does not compute.
+    """
+    values = values_of(raw)
+    expect(values, "hidden_act", "gelu_pytorch_tanh")
+    expect(values, "attention_bias", False)
+    expect(values, "mlp_bias", False)
+    return read_llama(values, windows=(None,) * read_num_layers(values))
 
 
 class MovedNormMLP(nn.Module):
     """down(gelu(gate(x)) * up(x))."""
 
-    def __init__(self, config: LlamaConfig, schemes: Schemes, shard: ShardSpec) -> None:
-        super().__init__()
-        size, rows = config.intermediate_size, {"gate_proj": shard.part, "up_proj": shard.part}
-        self.gate_up_proj = Linear(config.hidden_size, dict.fromkeys(rows, size), schemes=schemes, rows=rows)
-        down = {"down_proj": config.hidden_size}
-        self.down_proj = Linear(size, down, schemes=schemes, columns=shard.part, group=shard.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] -> the same."""
@@ -68,7 +70,7 @@ class MovedNormLayer(DecoderLayer):
 def build(config: LlamaConfig, part: Part) -> CausalLM:
     """Build a model of the family, or a part of one."""
     shard = part.shard(config)
-    layers = [MovedNormLayer(config, i, part.schemes.within(f"model.layers.{i}"), shard) for i in part.layers]
+    layers = [MovedNormLayer(config, i, part.layer_schemes(i), shard) for i in part.layers]
     norm = partial(RMSNorm, config.hidden_size, eps=config.norm_eps)
     return CausalLM(config, part, layers, Rotary(config.rotary, part.max_len), norm)
 

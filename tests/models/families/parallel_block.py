@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from teachllm.checkpoint.json_values import JsonObject
 from teachllm.distributed.ranks import ShardSpec
 from teachllm.distributed.shards import ALL, Shard
 from teachllm.layers.attention import Attention, AttentionMetadata, write_kv
@@ -26,8 +25,15 @@ from teachllm.layers.linear import Linear
 from teachllm.layers.rotary import RotaryConfig, inverse_frequencies
 from teachllm.layers.weights.scheme import Schemes
 from teachllm.models.base import Angles, PagedKV
+from teachllm.models.config_keys import expect, read_decoder, read_head_size, read_num_layers, read_rotary, values_of
 from teachllm.models.decoder import CausalLM, DecoderLayer
 from teachllm.models.family import DecoderConfig, Family, Part
+
+# What a config.json means by a key that it lacks, as transformers' `CohereConfig` says.
+_DEFAULTS = {
+    **{"max_position_embeddings": 8192, "eos_token_id": 255001, "tie_word_embeddings": True, "use_qk_norm": False},
+    **{"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 500000.0},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +42,8 @@ class ParallelConfig(DecoderConfig):
 
     intermediate_size: int
     norm_eps: float
-    rope_theta: float
     logit_scale: float
+    rotary: RotaryConfig
 
     @property
     def shared_sizes(self) -> dict[str, int]:
@@ -46,24 +52,23 @@ class ParallelConfig(DecoderConfig):
 
 
 def parse(raw: dict[str, Any]) -> ParallelConfig:
-    """Return a config.json as `ParallelConfig`."""
-    values = JsonObject(raw, "config.json")
-    num_layers, num_heads = values.integer("num_hidden_layers"), values.integer("num_attention_heads")
+    """Return a config.json as `ParallelConfig`.
+
+    Raises:
+        ModelError: it asks for something that this family's code does not compute.
+    """
+    values = values_of(raw, _DEFAULTS)
+    expect(values, "hidden_act", "silu")
+    expect(values, "attention_bias", False)
+    expect(values, "use_qk_norm", True)
+    rotary = read_rotary(values, read_head_size(values))
+    windows = (None,) * read_num_layers(values)
     return ParallelConfig(
-        context_len=values.integer("max_position_embeddings"),
-        vocab_size=values.integer("vocab_size"),
-        hidden_size=values.integer("hidden_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=values.integer("num_key_value_heads", num_heads),
-        head_size=values.integer("hidden_size") // num_heads,
-        windows=(None,) * num_layers,
-        tied=True,
-        eos_token_ids=frozenset(),
+        **vars(read_decoder(values, windows=windows, context_len=rotary.context_len)),
         intermediate_size=values.integer("intermediate_size"),
-        norm_eps=values.number("layer_norm_eps", 1e-5),
-        rope_theta=values.number("rope_theta", 10000.0),
-        logit_scale=values.number("logit_scale", 0.0625),
+        norm_eps=values.number("layer_norm_eps"),
+        logit_scale=values.number("logit_scale"),
+        rotary=rotary,
     )
 
 
@@ -95,10 +100,10 @@ class InterleavedRotary(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, config: ParallelConfig, max_len: int) -> None:
+    def __init__(self, config: RotaryConfig, max_len: int) -> None:
         super().__init__()
         positions = torch.arange(max_len, dtype=torch.float32)[:, None]
-        angles = positions * inverse_frequencies(RotaryConfig(config.head_size, config.rope_theta), positions)
+        angles = positions * inverse_frequencies(config, positions)
         self.register_buffer("cos", angles.cos()[:, None].to(torch.get_default_dtype()), persistent=False)
         self.register_buffer("sin", angles.sin()[:, None].to(torch.get_default_dtype()), persistent=False)
 
@@ -116,7 +121,7 @@ class InterleavedRotary(nn.Module):
 class ParallelAttention(nn.Module):
     """Project, normalise every head of Q and K, turn them by position, attend over the cache, project back."""
 
-    def __init__(self, config: ParallelConfig, schemes: Schemes, shard: ShardSpec) -> None:
+    def __init__(self, config: ParallelConfig, window: int | None, schemes: Schemes, shard: ShardSpec) -> None:
         super().__init__()
         size, heads, kv_heads = config.head_size, config.num_heads, config.num_kv_heads
         self._head_size = size
@@ -126,7 +131,7 @@ class ParallelAttention(nn.Module):
         self.qkv_proj = Linear(config.hidden_size, qkv, schemes=schemes, rows=rows)
         self.q_norm = LayerNorm(self._heads[0], size, eps=config.norm_eps, heads=shard.part)
         self.k_norm = LayerNorm(self._heads[1], size, eps=config.norm_eps, heads=shard.kv_heads)
-        self.attention = Attention(size**-0.5, self._heads[1], size, kv_shard=shard.kv_heads)
+        self.attention = Attention(size**-0.5, self._heads[1], size, window, shard.kv_heads)
         out = {"o_proj": config.hidden_size}
         self.o_proj = Linear(heads * size, out, schemes=schemes, columns=shard.part, group=shard.group)
 
@@ -160,10 +165,10 @@ class ParallelMLP(nn.Module):
 class ParallelLayer(DecoderLayer):
     """One block: x + attention(norm(x)) + mlp(norm(x)), with one norm."""
 
-    def __init__(self, config: ParallelConfig, schemes: Schemes, shard: ShardSpec) -> None:
+    def __init__(self, config: ParallelConfig, index: int, schemes: Schemes, shard: ShardSpec) -> None:
         super().__init__()
         self.input_layernorm = LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.self_attn = ParallelAttention(config, schemes.within("self_attn"), shard)
+        self.self_attn = ParallelAttention(config, config.windows[index], schemes.within("self_attn"), shard)
         self.mlp = ParallelMLP(config, schemes.within("mlp"), shard)
 
     def forward(
@@ -188,11 +193,19 @@ class ParallelLM(CausalLM):
 def build(config: ParallelConfig, part: Part) -> CausalLM:
     """Build a model of the family, or a part of one."""
     shard = part.shard(config)
-    layers = [ParallelLayer(config, part.schemes.within(f"model.layers.{i}"), shard) for i in part.layers]
+    layers = [ParallelLayer(config, i, part.layer_schemes(i), shard) for i in part.layers]
     norm = partial(LayerNorm, config.hidden_size, eps=config.norm_eps)
-    model = ParallelLM(config, part, layers, InterleavedRotary(config, part.max_len), norm)
+    model = ParallelLM(config, part, layers, InterleavedRotary(config.rotary, part.max_len), norm)
     model.logit_scale = config.logit_scale
     return model
 
 
-FAMILY = Family(parse, build)
+# The key of config.json that decides on the rows of a tensor, by the end of the tensor's name.
+_SIZE_KEYS = {
+    "embed_tokens.weight": "vocab_size",
+    "layernorm.weight": "hidden_size",
+    "q_proj.weight": "num_attention_heads",
+    "k_proj.weight": "num_key_value_heads",
+    "gate_proj.weight": "intermediate_size",
+}
+FAMILY = Family(parse, build, _SIZE_KEYS)

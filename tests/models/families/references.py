@@ -17,21 +17,22 @@ from tests.engine.reference import Reference
 Weights = dict[str, torch.Tensor]
 
 
-def _rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def _layer_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    x = x - x.mean(-1, keepdim=True)
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+def _layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _rms(x - x.mean(-1, keepdim=True), weight, eps)
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Each [num_heads, length, head_size] -> [length, num_heads * head_size], causal."""
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """Each [num_heads, length, head_size] -> [length, num_heads * head_size]: causal, at most `window` tokens back."""
     k, v = (each.repeat_interleave(len(q) // len(each), dim=0) for each in (k, v))
     scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if window is not None:
+        seen = seen.triu(1 - window)
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
 
 
 def _heads(x: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
@@ -43,48 +44,55 @@ def _angles(length: int, size: int, theta: float) -> torch.Tensor:
     return torch.arange(length, dtype=torch.float64)[:, None] / theta ** (torch.arange(0, size, 2) / size)
 
 
+def _turn_halves(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Channel i with channel i + size / 2, as Llama."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _turn_neighbours(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Channel 2i with channel 2i + 1."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+def _of_layer(weights: Weights, layer: int) -> Weights:
+    prefix = f"model.layers.{layer}."
+    return {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
+
+
 def moved_norm(weights: Weights, raw: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
     """[length] -> logits, [length, vocab_size]."""
-    size = raw["hidden_size"] // raw["num_attention_heads"]
-    angles = _angles(len(ids), size, 10000.0)
-    cos, sin = angles.cos(), angles.sin()
-
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
+    size, eps = raw["hidden_size"] // raw["num_attention_heads"], raw["rms_norm_eps"]
+    angles = _angles(len(ids), size, raw["rope_theta"])
     x = weights["model.embed_tokens.weight"][ids]
     for layer in range(raw["num_hidden_layers"]):
-        of = {name.removeprefix(f"model.layers.{layer}."): each for name, each in weights.items()}
+        of = _of_layer(weights, layer)
         q, k, v = (_heads(x, of[f"self_attn.{name}_proj.weight"], size) for name in "qkv")
-        attended = _attention(turned(q), turned(k), v) @ of["self_attn.o_proj.weight"].T
-        x = x + _rms(attended, of["post_attention_layernorm.weight"])
-        h = _rms(x, of["pre_mlp_layernorm.weight"])
+        attended = _attention(_turn_halves(q, angles), _turn_halves(k, angles), v) @ of["self_attn.o_proj.weight"].T
+        x = x + _rms(attended, of["post_attention_layernorm.weight"], eps)
+        h = _rms(x, of["pre_mlp_layernorm.weight"], eps)
         gate, up = (h @ of[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (F.gelu(gate, approximate="tanh") * up) @ of["mlp.down_proj.weight"].T
-    return _rms(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+    return _rms(x, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T
 
 
 def parallel_block(weights: Weights, raw: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
     """[length] -> logits, [length, vocab_size]."""
-    size = raw["hidden_size"] // raw["num_attention_heads"]
-    turns = torch.polar(torch.ones(()).double(), _angles(len(ids), size, 10000.0))
-
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * turns).flatten(-2)
-
+    size, eps = raw["hidden_size"] // raw["num_attention_heads"], raw["layer_norm_eps"]
+    angles = _angles(len(ids), size, raw["rope_theta"])
     x = weights["model.embed_tokens.weight"][ids]
     for layer in range(raw["num_hidden_layers"]):
-        of = {name.removeprefix(f"model.layers.{layer}."): each for name, each in weights.items()}
-        h = _layer_norm(x, of["input_layernorm.weight"])
+        of = _of_layer(weights, layer)
+        h = _layer_norm(x, of["input_layernorm.weight"], eps)
         q, k, v = (_heads(h, of[f"self_attn.{name}_proj.weight"], size) for name in "qkv")
-        q = _layer_norm(q, of["self_attn.q_norm.weight"][:, None])
-        k = _layer_norm(k, of["self_attn.k_norm.weight"][:, None])
-        attended = _attention(turned(q), turned(k), v) @ of["self_attn.o_proj.weight"].T
+        q = _turn_neighbours(_layer_norm(q, of["self_attn.q_norm.weight"][:, None], eps), angles)
+        k = _turn_neighbours(_layer_norm(k, of["self_attn.k_norm.weight"][:, None], eps), angles)
+        attended = _attention(q, k, v) @ of["self_attn.o_proj.weight"].T
         gate, up = (h @ of[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + attended + (F.silu(gate) * up) @ of["mlp.down_proj.weight"].T
-    normed = _layer_norm(x, weights["model.norm.weight"])
+    normed = _layer_norm(x, weights["model.norm.weight"], eps)
     return raw["logit_scale"] * normed @ weights["model.embed_tokens.weight"].T
 
 

@@ -1,0 +1,63 @@
+"""Delete each statement of a file, one at a time, and print which deletions no test notices.
+
+    python -m tests.deletions teachllm/models/my_family.py -- tests/models/test_new_families.py
+
+Imports, docstrings and annotations are left in. The file is restored after each trial.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+def deletions(source: str) -> Iterator[tuple[int, int, str]]:
+    """Yield (first line, last line, the source without them) for each statement; a body's only one becomes `pass`."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+            if not isinstance(body, list):
+                continue
+            kept = [each for each in body if not _is_text(each)]
+            for each in kept:
+                if isinstance(each, ast.Import | ast.ImportFrom):
+                    continue
+                decorators = getattr(each, "decorator_list", [])
+                first, last = min([each.lineno, *(one.lineno for one in decorators)]), each.end_lineno or each.lineno
+                instead = [f"{' ' * each.col_offset}pass\n"] if len(kept) == 1 else []
+                yield first, last, "".join([*lines[: first - 1], *instead, *lines[last:]])
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("tests", nargs="+", help="arguments of pytest, after --")
+    args = parser.parse_args(arguments)
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *args.tests]
+    source, num_green = args.file.read_text(encoding="utf-8"), 0
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        parser.error("the tests fail before anything is deleted")
+    trials = sorted(set(deletions(source)))
+    try:
+        for first, last, changed in trials:
+            args.file.write_text(changed, encoding="utf-8")
+            is_green = not subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
+            if is_green:
+                num_green += 1
+                print(f"{args.file}:{first}-{last} is not missed: {source.splitlines()[first - 1].strip()}", flush=True)
+    finally:
+        args.file.write_text(source, encoding="utf-8")
+    print(f"{len(trials)} deletions, {num_green} of them not noticed")
+    return int(num_green > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
