@@ -64,7 +64,7 @@ show(
     CausalLM.forward,
     {
         "self.embed(input_ids)": "each id picks a row of a table: 256 numbers that stand for the token, alone",
-        "x, residual = layer.execute(": "each layer adds what attention finds at positions up to this one, and an MLP",
+        "x, residual = layer(": "each layer adds what attention finds at positions up to this one, and an MLP",
         "normed, _ = self.norm(x, residual)": "one state per position; `logits` multiplies it by the output head",
     },
     doc=False,

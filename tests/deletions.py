@@ -2,16 +2,20 @@
 
     python -m tests.deletions teachllm/models/my_family.py -- tests/models/test_new_families.py
 
-Imports, docstrings and annotations are left in. The file is restored after each trial.
+Imports, docstrings and annotations are left in. The trials run in a copy of the checkout, which is never changed.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 
@@ -43,18 +47,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *args.tests]
     source, num_green = args.file.read_text(encoding="utf-8"), 0
-    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-        parser.error("the tests fail before anything is deleted")
-    trials = sorted(set(deletions(source)))
-    try:
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], capture_output=True, text=True, check=True
+    )
+    with tempfile.TemporaryDirectory(prefix="teachllm-deletions-") as name:
+        for path in map(Path, listed.stdout.splitlines()):
+            if path.is_file():
+                (Path(name) / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, Path(name) / path)
+        paths = os.pathsep.join([".", "kernels", "cli", "webui", "lessons"])
+        run = partial(
+            subprocess.run,
+            command,
+            cwd=name,
+            env=os.environ | {"PYTHONPATH": paths},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        if run().returncode:
+            parser.error("the tests fail before anything is deleted")
+        trials = sorted(set(deletions(source)))
         for first, last, changed in trials:
-            args.file.write_text(changed, encoding="utf-8")
-            is_green = not subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
-            if is_green:
+            (Path(name) / args.file).write_text(changed, encoding="utf-8")
+            if not run().returncode:
                 num_green += 1
                 print(f"{args.file}:{first}-{last} is not missed: {source.splitlines()[first - 1].strip()}", flush=True)
-    finally:
-        args.file.write_text(source, encoding="utf-8")
     print(f"{len(trials)} deletions, {num_green} of them not noticed")
     return int(num_green > 0)
 

@@ -108,13 +108,18 @@ class QKNorm(RMSNorm):
     """Scales every head of Q and K to unit root mean square, in one call.
 
     A checkpoint has one weight for all heads of Q and one for those of K; here each head has a copy.
+
+    Args:
+        names: what the checkpoint calls the two norms.
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, eps: float) -> None:
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_size: int, *, eps: float, names: tuple[str, str]
+    ) -> None:
         super().__init__(num_heads + num_kv_heads, head_size, eps=eps)
-        self._num_each = [num_heads, num_kv_heads]
+        self._num_each, self._names = [num_heads, num_kv_heads], names
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, TensorDestination]]:
         """Yield both weights, which lie side by side in the module that holds this one."""
-        for name, heads in zip(("q_norm", "k_norm"), self.weight.data.split(self._num_each), strict=True):
+        for name, heads in zip(self._names, self.weight.data.split(self._num_each), strict=True):
             yield joined(parent(path), f"{name}.weight"), TensorDestination(heads, tuple(heads.shape[1:]), constant=1.0)

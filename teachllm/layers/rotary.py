@@ -57,13 +57,11 @@ class Rotary(nn.Module):
 
     def __init__(self, config: RotaryConfig, max_len: int) -> None:
         super().__init__()
-        positions = torch.arange(max_len, dtype=torch.float32).unsqueeze(-1)
-        angles = positions * inverse_frequencies(config, positions)  # [max_len, head_size / 2]
-        cos, sin = angles.cos() * attention_factor(config), angles.sin() * attention_factor(config)
-        # Float32 until here whatever the model's dtype: half precision cannot tell far positions apart.
-        dtype = torch.get_default_dtype()
-        self.register_buffer("cos", torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype), persistent=False)
-        self.register_buffer("signed_sin", torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype), persistent=False)
+        cos, signed_sin = (torch.empty(max_len, 1, config.head_size) for _ in range(2))
+        if not cos.is_meta:  # where PyTorch would take a second to load what it knows of such operations
+            cos, signed_sin = _tables(config, max_len)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("signed_sin", signed_sin, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_tokens] int64 -> (cos, signed sin), each [num_tokens, 1, head_size]."""
@@ -73,6 +71,16 @@ class Rotary(nn.Module):
     def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Turns x, [num_tokens, num_heads, head_size], by what `forward` returned."""
         return rotary_reference(x, *angles)
+
+
+def _tables(config: RotaryConfig, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and signed sines of positions [0, max_len), each [max_len, 1, head_size], in the default dtype."""
+    positions = torch.arange(max_len, dtype=torch.float32).unsqueeze(-1)
+    angles = positions * inverse_frequencies(config, positions)  # [max_len, head_size / 2]
+    cos, sin = angles.cos() * attention_factor(config), angles.sin() * attention_factor(config)
+    # Float32 until here whatever the model's dtype: half precision cannot tell far positions apart.
+    dtype = torch.get_default_dtype()
+    return torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype), torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype)
 
 
 def inverse_frequencies(config: RotaryConfig, positions: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """A decoder (lesson 00): embedding, layers, a norm and an output head, whatever family its layers are of.
 
 The forward pass works on a step's flat batch of tokens, see `layers/attention.py`. A family brings its layers and its
-norm. Most layers read one tensor of hidden states and return another. A layer that is tuned hands on two that add up to
-them instead, `x` and `residual`, since the next norm can add while it reads.
+norm. Layers hand on two tensors, `x` and `residual`, whose sum is the hidden states: the next norm can add them up as it
+reads. Most families need not care, see `PlainLayer`.
 
 Source: Radford et al., "Improving Language Understanding by Generative Pre-Training", 2018.
 """
@@ -10,7 +10,7 @@ Source: Radford et al., "Improving Language Understanding by Generative Pre-Trai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -30,10 +30,9 @@ from teachllm_kernels.comm.one_shot_all_reduce import DeferredAllReduce
 
 
 class DecoderLayer(nn.Module):
-    """One block of a decoder.
+    """One block of a decoder: hidden states in, as two tensors that add up to them, and the same out.
 
-    A family defines `forward(hidden, angles, kv_cache, metadata)`: it takes the hidden states, [num_tokens,
-    hidden_size], and returns them after the block.
+    A layer that is tuned defines `forward`. All others derive from `PlainLayer`, which hides the two.
     """
 
     @property
@@ -46,7 +45,7 @@ class DecoderLayer(nn.Module):
         """Return its router and experts; None: it has none."""
         return None
 
-    def execute(
+    def forward(
         self,
         x: Addend,
         residual: torch.Tensor | None,
@@ -56,17 +55,41 @@ class DecoderLayer(nn.Module):
         is_last: bool = False,
         aux_out: AuxOut | None = None,
     ) -> tuple[Addend, torch.Tensor | None]:
-        """Compute what `forward` does, given and returning hidden states as two tensors that add up to them.
+        """Compute the block.
 
         Args:
-            x, residual: [num_tokens, hidden_size], not both None; x in any form that `Linear.add_to_residual` gives it.
-            is_last: it is the model's last layer; of its results only those of the tokens with logits are read.
+            x, residual: [num_tokens, hidden_size], whose sum is the hidden states; not both None. x has any form that
+                `Linear.add_to_residual` gives it.
+            is_last: it is the model's last layer: only the tokens with logits are returned, if the metadata names them.
             aux_out: is given the hidden states before the layer, [num_tokens, hidden_size].
         """
+        raise NotImplementedError
+
+
+class PlainLayer(DecoderLayer):
+    """A block that reads one tensor of hidden states and returns another, as its paper says."""
+
+    def block(
+        self, hidden: torch.Tensor, angles: Angles, kv_cache: PagedKV, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Return the hidden states after the block, [num_tokens, hidden_size], given those before it."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Addend,
+        residual: torch.Tensor | None,
+        angles: Angles,
+        kv_cache: PagedKV,
+        metadata: AttentionMetadata,
+        is_last: bool = False,
+        aux_out: AuxOut | None = None,
+    ) -> tuple[Addend, torch.Tensor | None]:
+        """Implement `DecoderLayer.forward`."""
         hidden = added_up(x, residual)
         if aux_out is not None:
             aux_out(hidden)
-        hidden = self(hidden, angles, kv_cache, metadata)
+        hidden = self.block(hidden, angles, kv_cache, metadata)
         if is_last and metadata.logits_indices is not None:
             hidden = hidden.index_select(0, metadata.logits_indices)
         return hidden, None
@@ -139,7 +162,7 @@ class CausalLM(nn.Module):
         aux_hidden_states = aux_hidden_states or {}
         for index, layer, kv_cache in zip(self._indices, self._layers, kv_caches, strict=True):
             is_last, aux_out = index == self._last, aux_hidden_states.get(index)
-            x, residual = layer.execute(x, residual, angles, kv_cache, metadata, is_last, aux_out)
+            x, residual = layer(x, residual, angles, kv_cache, metadata, is_last, aux_out)
         if self.norm is None:
             return added_up(x, residual)
         normed: torch.Tensor
@@ -161,7 +184,7 @@ class CausalLM(nn.Module):
         for index in self._indices:
             yield from self.layer_tensors(index)
 
-    @property
+    @cached_property
     def fuses_decodes(self) -> bool:
         """Return whether attention can do what comes before it, too, where `AttentionMetadata.is_fused` says so."""
         return all(layer.fuses_decodes for layer in self._layers)
@@ -208,8 +231,7 @@ class CausalLM(nn.Module):
         return load
 
     def finish(self) -> None:
-        """Dequantize a quantized output head that was read."""
-        # With load_format="dummy" nothing was read, and the head holds random values already.
+        """Dequantize a quantized output head, which has been read or drawn."""
         if self._quantized_head is not None and self._quantized_head.is_begun:
             assert self.lm_head is not None
             self.lm_head.own_weight.copy_(self._quantized_head.quantized_weight().dequantize(self.lm_head.weight.dtype))
@@ -222,7 +244,7 @@ class CausalLM(nn.Module):
 
 
 def added_up(x: Addend, residual: torch.Tensor | None) -> torch.Tensor:
-    """Return the hidden states of what `DecoderLayer.execute` takes and returns, [num_tokens, hidden_size]."""
+    """Return the hidden states of what `DecoderLayer.forward` takes and returns, [num_tokens, hidden_size]."""
     x = x.sum() if isinstance(x, DeferredAllReduce) else x
     if x is None or residual is None:
         left = residual if x is None else x

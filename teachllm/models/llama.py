@@ -11,7 +11,7 @@ Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from teachllm.models.base import Angles, AuxOut, PagedKV
 from teachllm.models.decoder import CausalLM, DecoderLayer
 from teachllm.models.family import Family, Part
 from teachllm.models.llama_config import SIZE_KEYS, LlamaConfig, parse
-from teachllm.models.llama_fast_paths import attend_on_gpu, execute_layer
+from teachllm.models.llama_fast_paths import attend_on_gpu, faster_path, fuses_one_row
 from teachllm.models.moe import SparseMLP
 
 
@@ -63,7 +63,7 @@ class LlamaAttention(nn.Module):
         out = {"o_proj": config.hidden_size}
         self.o_proj = Linear(q_size, out, config.o_bias, schemes, columns=shard.part, group=shard.group)
         heads = (self.num_heads, self.num_kv_heads, config.head_size)
-        self.qk_norm = QKNorm(*heads, eps=config.norm_eps) if config.qk_norm else None
+        self.qk_norm = QKNorm(*heads, eps=config.norm_eps, names=("q_norm", "k_norm")) if config.qk_norm else None
         self.attention = Attention(config.head_size**-0.5, *heads[1:], window, shard.kv_heads)
 
     def forward(
@@ -89,7 +89,7 @@ class LlamaAttention(nn.Module):
         y: torch.Tensor = self.attention(q, k, v, kv_cache, metadata)
         return y.flatten(1)
 
-    @property
+    @cached_property
     def fuses_decodes(self) -> bool:
         """Return whether a kernel computes its norm of Q and K together with rotation and the KV write."""
         return self.qk_norm is None or self.qk_norm.is_known_to_kernels
@@ -151,14 +151,13 @@ class LlamaLayer(DecoderLayer):
         angles: Angles,
         kv_cache: PagedKV,
         metadata: AttentionMetadata,
+        is_last: bool = False,
         aux_out: AuxOut | None = None,
-    ) -> tuple[Addend, torch.Tensor]:
-        """(x, residual), whose sum is the residual stream -> the same after this block.
-
-        Args:
-            x, residual: [num_tokens, hidden_size], not both None; x in any form that `Linear.add_to_residual` gives it.
-            aux_out: is given the residual stream as it comes in, [num_tokens, hidden_size], which is changed later.
-        """
+    ) -> tuple[Addend, torch.Tensor | None]:
+        """Implement `DecoderLayer.forward`, here or by a faster path that computes the same."""
+        faster = faster_path(self, residual, metadata, is_last)
+        if faster is not None:
+            return faster(self, x, residual, angles, kv_cache, metadata, aux_out)
         h, residual = self.input_layernorm.quantized(x, residual, self.self_attn.qkv_proj.input_quantization)
         if aux_out is not None:
             aux_out(residual)
@@ -167,29 +166,20 @@ class LlamaLayer(DecoderLayer):
         h, residual = self.post_attention_layernorm.quantized(x, residual, self.mlp.input_quantization)
         return self.mlp.add_to_residual(residual, h)
 
-    def execute(
-        self,
-        x: Addend,
-        residual: torch.Tensor | None,
-        angles: Angles,
-        kv_cache: PagedKV,
-        metadata: AttentionMetadata,
-        is_last: bool = False,
-        aux_out: AuxOut | None = None,
-    ) -> tuple[Addend, torch.Tensor | None]:
-        """Run `forward`, or a faster path that computes the same."""
-        return execute_layer(self, x, residual, angles, kv_cache, metadata, is_last, aux_out)
-
     @property
     def fuses_decodes(self) -> bool:
         """Return the same as its attention."""
         return self.self_attn.fuses_decodes
 
+    @cached_property
+    def fuses_one_row(self) -> bool:
+        """Return whether products of one row compute what is around them, too; asked when its weights are filled."""
+        return fuses_one_row(self)
+
     @property
     def has_own_classes(self) -> bool:
         """Return whether it is made of this file's own classes; a subclass may compute something else."""
-        own = type(self.mlp) in (LlamaMLP, SparseMLP) and type(self.self_attn) is LlamaAttention
-        return own and type(self) is LlamaLayer
+        return type(self.self_attn) is LlamaAttention and type(self.mlp) in (LlamaMLP, SparseMLP)
 
     @property
     def sparse_mlp(self) -> SparseMLP | None:

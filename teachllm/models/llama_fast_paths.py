@@ -5,20 +5,20 @@
     last_layer         the last layer computes only K and V of the tokens whose hidden states nothing reads
 
 They stand beside the forward pass, so that it reads as the architecture's paper does. Kernels compute the norm, the
-rotation and the activation of this family's own classes. A subclass may compute something else, so it is run as it is
-written.
+rotation and the activation of this family's own classes. A subclass of these may compute something else, so it is run
+as it is written; one of `LlamaLayer` that defines its own `forward` takes no path of this file.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.linear import Addend
 from teachllm.models.base import Angles, AuxOut, PagedKV
-from teachllm.models.decoder import added_up
 from teachllm_kernels.attention.paged_decode import fused_paged_decode
 from teachllm_kernels.attention.rope_kv_write import rope_kv_write_triton
 
@@ -56,27 +56,20 @@ def attend_on_gpu(
     return attended
 
 
-def execute_layer(
-    layer: LlamaLayer,
-    x: Addend,
-    residual: torch.Tensor | None,
-    angles: Angles,
-    kv_cache: PagedKV,
-    metadata: AttentionMetadata,
-    is_last: bool,
-    aux_out: AuxOut | None,
-) -> tuple[Addend, torch.Tensor | None]:
-    """Compute a block by the fastest path that computes the same as its `forward`; see `DecoderLayer.execute`."""
+Path: TypeAlias = Callable[..., tuple[Addend, torch.Tensor | None]]  # takes and returns what `LlamaLayer.forward` does
+
+
+def faster_path(
+    layer: LlamaLayer, residual: torch.Tensor | None, metadata: AttentionMetadata, is_last: bool
+) -> Path | None:
+    """Return the path by which a block computes what it does in fewer or smaller launches; None: there is none."""
     # One decode, whose input is no sum still to be added up.
     is_one_decode = metadata.is_fused and metadata.slot_mapping.shape[0] == 1 and residual is None
-    if is_one_decode and fuses_one_row(layer):
-        return decode_one_row(layer, x, angles, kv_cache, metadata, aux_out), None
-    if not is_last or metadata.logits_indices is None:
-        return layer.forward(x, residual, angles, kv_cache, metadata, aux_out)
-    if layer.has_own_classes:
-        return last_layer(layer, x, residual, angles, kv_cache, metadata, aux_out)
-    hidden = added_up(*layer.forward(x, residual, angles, kv_cache, metadata, aux_out))
-    return hidden.index_select(0, metadata.logits_indices), None
+    if is_one_decode and layer.fuses_one_row:
+        return decode_one_row
+    if is_last and metadata.logits_indices is not None:
+        return last_layer
+    return None
 
 
 def fuses_one_row(layer: LlamaLayer) -> bool:
@@ -91,12 +84,13 @@ def fuses_one_row(layer: LlamaLayer) -> bool:
 def decode_one_row(
     layer: LlamaLayer,
     x: Addend,
+    residual: None,
     angles: Angles,
     kv_cache: PagedKV,
     metadata: AttentionMetadata,
     aux_out: AuxOut | None = None,
-) -> torch.Tensor:
-    """Return the residual stream after the block, [1, hidden_size], given that before it."""
+) -> tuple[torch.Tensor, None]:
+    """Compute the block of one decode: (hidden states, [1, hidden_size]; None)."""
     assert isinstance(x, torch.Tensor)  # a sum still to be added up has a residual
     if aux_out is not None:
         aux_out(x)
@@ -105,7 +99,7 @@ def decode_one_row(
     attended = _fused_decode(attention, qkv, angles, kv_cache, metadata).flatten(1)
     x = attention.o_proj.one_row(attended, residual=x)
     h = mlp.gate_up_proj.one_row(x, layer.post_attention_layernorm, gated=True)
-    return mlp.down_proj.one_row(h, residual=x)
+    return mlp.down_proj.one_row(h, residual=x), None
 
 
 def last_layer(

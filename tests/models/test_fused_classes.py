@@ -13,13 +13,12 @@ import torch.nn.functional as F
 
 from teachllm.distributed.ranks import WHOLE
 from teachllm.layers.attention import AttentionMetadata
-from teachllm.layers.linear import Addend, Rows
+from teachllm.layers.linear import Rows
 from teachllm.layers.norm import InputQuantization, QKNorm, RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.layers.weights.scheme import UNQUANTIZED
 from teachllm.models.decoder import added_up
 from teachllm.models.llama import LlamaAttention, LlamaLayer, LlamaMLP, parse
-from teachllm.models.llama_fast_paths import fuses_one_row
 from tests.kernels.guard import guard
 
 NUM_TOKENS, HIDDEN = 5, 64
@@ -56,18 +55,6 @@ class GeluMLP(LlamaMLP):
         return F.gelu(gate) * up
 
 
-class OtherOrder(LlamaLayer):
-    """Another block: attention and MLP read the same norm."""
-
-    def forward(
-        self, x: Addend, residual: Any, angles: Any, kv_cache: Any, metadata: Any, aux_out: Any = None
-    ) -> tuple[Addend, torch.Tensor]:
-        hidden = added_up(x, residual)
-        h, _ = self.input_layernorm(hidden)
-        attended = self.self_attn.o_proj(self.self_attn(h, angles, kv_cache, metadata))
-        return attended + self.mlp.down_proj(self.mlp(h)), hidden  # type: ignore[union-attr, operator]
-
-
 class TwiceAttention(LlamaAttention):
     """Another attention."""
 
@@ -87,7 +74,7 @@ def with_norm() -> LlamaLayer:
 
 def with_qk_norm() -> LlamaLayer:
     layer = LlamaLayer(CONFIG, 0, **WHOLE_LAYER)
-    layer.self_attn.qk_norm = ShiftedQKNorm(4, 2, 32, eps=CONFIG.norm_eps)
+    layer.self_attn.qk_norm = ShiftedQKNorm(4, 2, 32, eps=CONFIG.norm_eps, names=("q_norm", "k_norm"))
     return layer
 
 
@@ -103,11 +90,7 @@ def with_attention() -> LlamaLayer:
     return layer
 
 
-def in_other_order() -> LlamaLayer:
-    return OtherOrder(CONFIG, 0, **WHOLE_LAYER)
-
-
-LAYERS = [own, with_norm, with_qk_norm, with_mlp, with_attention, in_other_order]
+LAYERS = [own, with_norm, with_qk_norm, with_mlp, with_attention]
 
 
 def filled(layer: LlamaLayer) -> LlamaLayer:
@@ -132,7 +115,7 @@ def run(layer: LlamaLayer, logits_indices: list[int] | None = None) -> torch.Ten
     hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
     kv_cache = (torch.zeros(1, 16, 2, 32), torch.zeros(1, 16, 2, 32))
     angles = Rotary(CONFIG.rotary, NUM_TOKENS)(ids)
-    return added_up(*layer.execute(hidden, None, angles, kv_cache, metadata, is_last=True))
+    return added_up(*layer(hidden, None, angles, kv_cache, metadata, is_last=True))
 
 
 @pytest.mark.parametrize("make", LAYERS, ids=lambda make: make.__name__)
@@ -151,8 +134,8 @@ def test_the_last_layer_computes_for_some_tokens_what_it_does_for_all(make: Any)
 
 
 def test_no_fast_path_takes_a_class_that_it_does_not_know() -> None:
-    assert fuses_one_row(own()) and own().fuses_decodes
-    assert [make.__name__ for make in LAYERS if fuses_one_row(make())] == ["own"]
+    assert own().fuses_one_row and own().fuses_decodes
+    assert [make.__name__ for make in LAYERS if make().fuses_one_row] == ["own"]
     assert [make.__name__ for make in LAYERS if not make().fuses_decodes] == ["with_qk_norm"]
 
 

@@ -42,4 +42,4 @@ def test_a_part_of_several_decodes_is_not_one_decode(
     metadata = AttentionMetadata(none, none, none, torch.zeros(num_rows, dtype=torch.int64), [], [], is_fused=True)
     residual = None if num_rows == 1 else torch.zeros(num_rows, 64)
     with pytest.raises(Taken, match=way):
-        layer.execute(torch.zeros(x_shape), residual, (none, none), (none, none), metadata)
+        layer(torch.zeros(x_shape), residual, (none, none), (none, none), metadata)

@@ -154,9 +154,12 @@ def test_every_projection_may_be_quantized_under_its_own_name(family: ToyReferen
     assert sorted(asked) == sorted(matrices) and len(matrices) >= 6 * len(layers)
 
 
-def test_a_config_that_asks_for_another_activation_is_refused(family: ToyReference) -> None:
-    with pytest.raises(ModelError, match=r"config\.json: hidden_act='relu': must be "):
-        describe(family.raw | {"hidden_act": "relu"})
+@pytest.mark.parametrize(("key", "value"), [("hidden_act", "relu"), ("attention_bias", True), ("mlp_bias", True)])
+def test_a_config_that_asks_for_what_it_does_not_compute_is_refused(
+    family: ToyReference, key: str, value: object
+) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json: {key}={value!r}: must be "):
+        describe(family.raw | {key: value})
 
 
 def test_its_layers_compute_the_same_with_a_gpus_kernels_interpreted(

@@ -11,13 +11,12 @@ from torch import nn
 
 from teachllm.distributed.ranks import ShardSpec
 from teachllm.layers.attention import AttentionMetadata
-from teachllm.layers.linear import Linear
 from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.layers.weights.scheme import Schemes
 from teachllm.models.base import Angles, PagedKV
 from teachllm.models.config_keys import expect, read_num_layers, values_of
-from teachllm.models.decoder import CausalLM, DecoderLayer
+from teachllm.models.decoder import CausalLM, PlainLayer
 from teachllm.models.family import Family, Part
 from teachllm.models.llama import LlamaAttention
 from teachllm.models.llama_config import LlamaConfig, read_llama
@@ -39,6 +38,12 @@ def parse(raw: dict[str, Any]) -> LlamaConfig:
 class MovedNormMLP(nn.Module):
     """down(gelu(gate(x)) * up(x))."""
 
+    def __init__(self, config: LlamaConfig, schemes: Schemes, shard: ShardSpec) -> None:
+        super().__init__()
+        size, rows = config.intermediate_size, {"gate_proj": shard.part, "up_proj": shard.part}
+        self.gate_up_proj = Linear(config.hidden_size, dict.fromkeys(rows, size), schemes=schemes, rows=rows)
+        down = {"down_proj": config.hidden_size}
+        self.down_proj = Linear(size, down, schemes=schemes, columns=shard.part, group=shard.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] -> the same."""
@@ -47,7 +52,7 @@ class MovedNormMLP(nn.Module):
         return down
 
 
-class MovedNormLayer(DecoderLayer):
+class MovedNormLayer(PlainLayer):
     """One block: x + norm(attention(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: LlamaConfig, index: int, schemes: Schemes, shard: ShardSpec) -> None:
@@ -57,7 +62,7 @@ class MovedNormLayer(DecoderLayer):
         self.pre_mlp_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = MovedNormMLP(config, schemes.within("mlp"), shard)
 
-    def forward(
+    def block(
         self, hidden: torch.Tensor, angles: Angles, kv_cache: PagedKV, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """Return the hidden states after the block, [num_tokens, hidden_size]."""

@@ -26,7 +26,7 @@ from teachllm.layers.rotary import RotaryConfig, inverse_frequencies
 from teachllm.layers.weights.scheme import Schemes
 from teachllm.models.base import Angles, PagedKV
 from teachllm.models.config_keys import expect, read_decoder, read_head_size, read_num_layers, read_rotary, values_of
-from teachllm.models.decoder import CausalLM, DecoderLayer
+from teachllm.models.decoder import CausalLM, PlainLayer
 from teachllm.models.family import DecoderConfig, Family, Part
 
 # What a config.json means by a key that it lacks, as transformers' `CohereConfig` says.
@@ -60,6 +60,7 @@ def parse(raw: dict[str, Any]) -> ParallelConfig:
     values = values_of(raw, _DEFAULTS)
     expect(values, "hidden_act", "silu")
     expect(values, "attention_bias", False)
+    expect(values, "mlp_bias", False)
     expect(values, "use_qk_norm", True)
     rotary = read_rotary(values, read_head_size(values))
     windows = (None,) * read_num_layers(values)
@@ -162,7 +163,7 @@ class ParallelMLP(nn.Module):
         return down
 
 
-class ParallelLayer(DecoderLayer):
+class ParallelLayer(PlainLayer):
     """One block: x + attention(norm(x)) + mlp(norm(x)), with one norm."""
 
     def __init__(self, config: ParallelConfig, index: int, schemes: Schemes, shard: ShardSpec) -> None:
@@ -171,7 +172,7 @@ class ParallelLayer(DecoderLayer):
         self.self_attn = ParallelAttention(config, config.windows[index], schemes.within("self_attn"), shard)
         self.mlp = ParallelMLP(config, schemes.within("mlp"), shard)
 
-    def forward(
+    def block(
         self, hidden: torch.Tensor, angles: Angles, kv_cache: PagedKV, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """Return the hidden states after the block, [num_tokens, hidden_size]."""
