@@ -48,6 +48,7 @@ class TensorDestination:
 
 
 Destination: TypeAlias = TensorDestination | Slot
+_OF_VECTORS = {"weight": 1.0, "bias": 0.0}  # of PyTorch's own norms and layers, as they initialize them
 
 
 def destination(
@@ -85,7 +86,8 @@ def checkpoint_tensors(module: nn.Module, path: str = "") -> Iterator[tuple[str,
         yield from module.checkpoint_tensors(path)
         return
     for name, parameter in module.named_parameters(recurse=False):
-        yield joined(path, name), destination(parameter.data)
+        constant = _OF_VECTORS.get(name) if parameter.dim() == 1 else None
+        yield joined(path, name), destination(parameter.data, constant=constant)
     for name, child in module.named_children():
         yield from checkpoint_tensors(child, joined(path, name))
 

@@ -192,7 +192,7 @@ def fill(
         ModelError: a tensor is missing, unknown, or of another shape.
     """
     missing = dict(destinations)
-    is_quantized = any(isinstance(each, Slot) for each in missing.values())
+    is_quantized = any(isinstance(each, Slot) and each.part is not None for each in missing.values())
     formats = formats_of(missing)
 
     def part(stored_name: str) -> TensorDestination | None:

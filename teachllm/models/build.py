@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from threading import RLock
 from typing import Any, TypeVar
 
 import torch
@@ -18,23 +22,25 @@ from teachllm.models.family import DecoderConfig, Part
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.registry import architecture_of, family_of
 from teachllm.models.sharding import check_shared, stage_layers
-from teachllm.models.spec import ModelSpec, check_declared, collect
+from teachllm.models.spec import ModelSpec, check_described
 from teachllm.models.tensor_names import renaming
 from teachllm.quantization.formats.layer_schemes import Quantization, quantization_of
 
 META = torch.device("meta")
 T = TypeVar("T")
+_default_dtype = RLock()  # the process has one
 
 
 def new_module(build: Callable[[], T], device: torch.device, dtype: torch.dtype) -> T:
     """Return what `build` makes, on `device`, its parameters of `dtype`."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return build()
-    finally:
-        torch.set_default_dtype(before)
+    with _default_dtype:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with device:
+                return build()
+        finally:
+            torch.set_default_dtype(before)
 
 
 def parse_config(raw: dict[str, Any]) -> DecoderConfig:
@@ -57,8 +63,7 @@ def describe(raw: dict[str, Any]) -> ModelSpec:
     config = parse_config(raw)
     part = Part(range(config.num_layers), 1, Schemes(asked.append))
     model: CausalLM = new_module(lambda: family_of(architecture_of(raw)).build(config, part), META, torch.float32)
-    check_declared(model)
-    return collect(model, asked)
+    return replace(check_described(model, config), projections=tuple(asked))
 
 
 def build_model(
@@ -96,7 +101,14 @@ def stages_of(model: ModelConfig, layout: Layout) -> list[range]:
     config = parse_config(model.raw)
     if layout.pipeline == 1:
         return [range(config.num_layers)]
-    return stage_layers(describe(model.raw), config.vocab_size * config.hidden_size, layout.pipeline)
+    spec = described(json.dumps(model.raw, sort_keys=True))
+    return stage_layers(spec, config.vocab_size * config.hidden_size, layout.pipeline)
+
+
+@lru_cache(maxsize=8)
+def described(raw: str) -> ModelSpec:
+    """Return `describe` of a config.json's text, once for all ranks that ask."""
+    return describe(json.loads(raw))
 
 
 def quantization_of_model(model: ModelConfig) -> Quantization | None:

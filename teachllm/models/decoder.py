@@ -1,8 +1,8 @@
 """A decoder (lesson 00): embedding, layers, a norm and an output head, whatever family its layers are of.
 
 The forward pass works on a step's flat batch of tokens, see `layers/attention.py`. A family brings its layers and its
-norm. Layers hand on two tensors, `x` and `residual`, whose sum is the hidden states: the next norm can add them up as it
-reads. Most families need not care, see `PlainLayer`.
+norm. Layers hand on two tensors, `x` and `residual`, whose sum is the hidden states, so that the next norm can add them
+up as it reads. Most families need not care, see `PlainLayer`.
 
 Source: Radford et al., "Improving Language Understanding by Generative Pre-Training", 2018.
 """

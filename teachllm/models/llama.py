@@ -18,7 +18,7 @@ from torch import nn
 
 from teachllm.distributed.ranks import ShardSpec
 from teachllm.layers.attention import Attention, AttentionMetadata, write_kv
-from teachllm.layers.checkpoint_tensors import Destination, checkpoint_tensors
+from teachllm.layers.checkpoint_tensors import Destination, checkpoint_tensors, joined
 from teachllm.layers.linear import Addend, Linear, Rows
 from teachllm.layers.norm import InputQuantization, QKNorm, RMSNorm
 from teachllm.layers.rotary import Rotary
@@ -189,7 +189,7 @@ class LlamaLayer(DecoderLayer):
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, Destination]]:
         """Yield the tensors of its modules, under the name that the family's checkpoints have for the MLP."""
         for name, module in self.named_children():
-            yield from checkpoint_tensors(module, f"{path}.{self._mlp_name if module is self.mlp else name}")
+            yield from checkpoint_tensors(module, joined(path, self._mlp_name if module is self.mlp else name))
 
 
 def build(config: LlamaConfig, part: Part) -> CausalLM:

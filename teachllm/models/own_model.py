@@ -48,6 +48,8 @@ def describe_own(
         )
         raw = raw | {"tie_word_embeddings": False}
         config = parse_config(raw)
+        if config.tied:
+            raise ModelError(f"{folder}: its lm_head.weight is not the embedding, and models of its family tie the two")
     rename = renaming(stored, config.tied)
     named = {rename(name): tensor for name, tensor in stored.items()}
     _check_num_layers(config, named)
@@ -152,8 +154,8 @@ def _check_sizes(raw: dict[str, Any], spec: ModelSpec, stored: Mapping[str, Stor
     the error would be about memory.
     """
     keys = family_of(architecture_of(raw)).size_keys
-    for weight in spec.weights:
-        tensor = stored.get(weight.name)
+    for name, weight in spec.weights:
+        tensor = stored.get(name)
         if tensor is not None and tensor.shape[:1] != weight.shape[:1]:
-            key = next((f" ({key})" for end, key in keys.items() if weight.name.endswith(end)), "")
-            raise ModelError(wrong_shape(weight.name, tensor.file, tensor.shape, weight.shape) + key)
+            key = next((f" ({key})" for end, key in keys.items() if name.endswith(end)), "")
+            raise ModelError(wrong_shape(name, tensor.file, tensor.shape, weight.shape) + key)

@@ -37,7 +37,7 @@ def renaming(stored: Collection[str], is_tied: bool) -> Callable[[str], str]:
 
 def is_derived(name: str, is_tied: bool) -> bool:
     """Return whether a stored tensor is not read, as another one says the same."""
-    return name.endswith(_TABLE) or (is_tied and name.startswith("lm_head."))
+    return name.endswith(_TABLE) or (is_tied and name == HEAD)
 
 
 def has_own_head(stored: Mapping[str, StoredTensor]) -> bool:

@@ -87,7 +87,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             registry.register(new.module, {new.model_type: new.architecture})
         (folder / "config.json").write_text(json.dumps(raw))
         generator = torch.Generator().manual_seed(0)
-        tensors = {each.name: torch.randn(each.shape, generator=generator) for each in describe(raw).weights}
+        tensors = {name: torch.randn(each.shape, generator=generator) for name, each in describe(raw).weights}
         for key, tensor in tensors.items():
             tensor.mul_(2.0 * tensor.shape[-1] ** -0.5) if "norm" not in key else tensor.mul_(0.2).add_(1.0)
         save_file(tensors, folder / "model.safetensors")
@@ -140,18 +140,18 @@ def test_ranks_share_it(family: ToyReference, layout: Layout) -> None:
 
 
 def test_each_of_two_ranks_has_half_of_every_matrix(family: ToyReference) -> None:
-    whole = {weight.name: weight.num_parameters for weight in describe(family.raw).weights if len(weight.shape) > 1}
+    whole = {name: each.num_parameters for name, each in describe(family.raw).weights if len(each.shape) > 1}
     model = load_model_config(EngineConfig(model=family.path))
     for rank in range(2):
         part = collect(build_model(model, META, ranks=Ranks(Layout(tensor=2).coords(rank))))
-        assert {each.name: 2 * each.num_parameters for each in part.weights if len(each.shape) > 1} == whole
+        assert {name: 2 * each.num_parameters for name, each in part.weights if len(each.shape) > 1} == whole
 
 
 def test_every_projection_may_be_quantized_under_its_own_name(family: ToyReference) -> None:
-    layers = describe(family.raw).layers
-    matrices = [weight.name for layer in layers for weight in layer.weights if weight.name.endswith("proj.weight")]
-    asked = [f"{name}.weight" for name in describe(family.raw).projections if name != "lm_head"]
-    assert sorted(asked) == sorted(matrices) and len(matrices) >= 6 * len(layers)
+    spec = describe(family.raw)
+    matrices = [name for name, _ in spec.weights if name.endswith("proj.weight")]
+    asked = [f"{name}.weight" for name in spec.projections if name != "lm_head"]
+    assert sorted(asked) == sorted(matrices) and len(matrices) >= 6 * len(spec.layers)
 
 
 @pytest.mark.parametrize(("key", "value"), [("hidden_act", "relu"), ("attention_bias", True), ("mlp_bias", True)])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,7 @@ def config_json(name: str) -> dict[str, Any]:
 def test_a_spec_is_what_transformers_model_has() -> None:
     """Names, shapes and numbers of parameters, written down by hand for one checkpoint: see `tests/checkpoints.py`."""
     spec = describe(config_json("qwen3_moe"))
-    shapes = {weight.name: weight.shape for weight in spec.weights}
+    shapes = {name: weight.shape for name, weight in spec.weights}
     block, hidden = "model.layers.0", 64
     assert shapes["model.embed_tokens.weight"] == shapes["lm_head.weight"] == (512, hidden)
     assert shapes[f"{block}.self_attn.q_proj.weight"] == (4 * 32, hidden)
@@ -75,6 +78,17 @@ def twice(layer: LlamaLayer, path: str) -> Tensors:
     yield f"{path}.input_layernorm.scale", destination(layer.input_layernorm.weight.data)
 
 
+def one_for_another(layer: LlamaLayer, path: str) -> Tensors:
+    for name, place in ORIGINAL(layer, path):
+        is_up = name.endswith("up_proj.weight")
+        yield name, destination(layer.mlp.gate_up_proj.weight.weight.data[:96]) if is_up else place  # type: ignore[union-attr]
+
+
+def one_name_for_two(layer: LlamaLayer, path: str) -> Tensors:
+    for name, place in ORIGINAL(layer, path):
+        yield name.replace("up_proj", "gate_proj"), place
+
+
 ORIGINAL = LlamaLayer.checkpoint_tensors
 
 
@@ -88,6 +102,8 @@ ORIGINAL = LlamaLayer.checkpoint_tensors
             r"declares tensor model.layers.0.self_attn.q_proj.weight with shape \[63, 64\], and it fills \[256, 64\]",
         ),
         (twice, "tensors that fill 128 of the 64 values of parameter layers.0.input_layernorm.weight"),
+        (one_for_another, r"fill some values of parameter layers.0.mlp.gate_up_proj.weight.weight twice"),
+        (one_name_for_two, "declares tensor model.layers.0.mlp.gate_proj.weight twice"),
     ],
 )
 def test_tensors_that_contradict_the_module_are_refused(
@@ -135,3 +151,27 @@ def test_a_family_that_contradicts_itself_is_refused_before_a_weight_is_read(
     with pytest.raises(ModelError) as error:
         load_model_config(EngineConfig(model=folder))
     assert "\n" not in str(error.value)
+
+
+def test_layers_that_keep_something_else_than_the_configuration_says_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def build(config: Any, part: Part) -> Any:
+        fewer = replace(config, num_kv_heads=2)
+        own = {"schemes": part.schemes, "shard": WHOLE}
+        layers = [LlamaLayer(fewer if i == 1 else config, i, **own) for i in part.layers]
+        return llama.CausalLM(config, part, layers, nn.Identity(), lambda: llama.RMSNorm(64, eps=1e-6))
+
+    monkeypatch.setattr(llama, "FAMILY", llama.Family(llama.parse, build))
+    with pytest.raises(ModelError, match=r"layer 1 keeps .*num_kv_heads=2.*configuration says .*num_kv_heads=1"):
+        describe(config_json("llama3"))
+
+
+def test_to_describe_a_model_takes_no_part_of_pytorch_that_loads_for_a_second(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path)
+    script = (
+        "import sys\nfrom teachllm import EngineConfig\nfrom teachllm.models.model_config import load_model_config\n"
+        f"load_model_config(EngineConfig(model={folder!r}))\nprint('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

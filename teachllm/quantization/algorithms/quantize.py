@@ -80,7 +80,9 @@ def check(model: str, recipes: Sequence[Recipe], for_other_engines: bool | None 
     if not is_taken and not for_other_engines:
         cannot = f"{architecture} takes no quantized weights in this engine"
         if for_other_engines is None:
-            raise ModelError(f"{cannot}, so there is nothing to measure: take a model that `teachllm info` accepts")
+            raise ModelError(
+                f"{cannot}, so there is nothing to measure: take a model of this project's own code, without experts"
+            )
         raise ModelError(f"{cannot}: add --for-other-engines to write it for those that do")
     layers = [
         (f"{block.name}.{name}", layer.out_features, layer.in_features)

@@ -11,6 +11,7 @@ from torch import nn
 
 from teachllm.distributed.ranks import ShardSpec
 from teachllm.layers.attention import AttentionMetadata
+from teachllm.layers.linear import Linear
 from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.layers.weights.scheme import Schemes
