@@ -20,7 +20,7 @@ from teachllm.models.moe_config import MoeConfig
 PagedKV: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 # Receives the residual stream before a layer, [num_tokens, hidden_size], and copies it: the layer changes it later.
 AuxOut: TypeAlias = Callable[[torch.Tensor], None]
-# Cosine and sine of each token's position, [num_tokens, rotary_size // 2] each.
+# What a model's rotary module makes of a step's positions, two tensors with a row per token; its layers know the rest.
 Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 

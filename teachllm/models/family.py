@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from teachllm.models.decoder import CausalLM
 
 
-MOST_LAYERS = 1 << 12  # more than any model has, and few enough that what is made for each of them takes seconds
+MOST_LAYERS = 1 << 10  # more than any model has, and few enough that what is made for each of them takes seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ class ModelConfig(Shape):
         eos_token_ids: generation_config.json's, else config.json's; an engine adds its tokenizer's.
         weight_bytes: of all that the model keeps in memory: weights, tied ones twice on a CPU, and rotary tables.
         active_bytes: of the parameters that `num_active_parameters` counts.
-        quantization: how its weights are quantized, for people; None: they are not. See `of_model`.
+        quantization: how its weights are quantized, for people; None: they are not. See `quantization_of_model`.
         quantized_as_read: the method by which an unquantized checkpoint is quantized as it is loaded.
         load_format: as `EngineConfig.load_format`.
         num_w8a8_parameters: of the parameters that `num_active_parameters` counts, those of W8A8 products.

@@ -6,7 +6,8 @@ A checkpoint names its architecture in config.json. Everything is decided from t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from teachllm.checkpoint.json_values import JsonObject
@@ -38,6 +39,17 @@ def register(module: str, architectures: Mapping[str, str]) -> None:
                 raise ValueError(f"{name} is registered twice, by {first} and by {module}")
     _OWN_TYPES.update(architectures)
     _MODULES.update(dict.fromkeys(architectures.values(), module))
+
+
+@contextmanager
+def registered(module: str, architectures: Mapping[str, str]) -> Iterator[None]:
+    """Add a family for as long as the context lasts. Arguments and errors are those of `register`."""
+    register(module, architectures)
+    try:
+        yield
+    finally:
+        for model_type, architecture in architectures.items():
+            del _OWN_TYPES[model_type], _MODULES[architecture]
 
 
 # One line per family.

@@ -205,10 +205,8 @@ def load_drafter(
         fill_parts_randomly(checkpoint_tensors(module), config.seed)
     else:
         check_weights(drafter.folder, drafter.load_format)
-        name_of = drafter.head.tensor_name if isinstance(drafter.head, MedusaConfig) else tensor_name
-        fill(checkpoint_tensors(module), drafter.folder, drafter.load_format, name_of=name_of)
-        if isinstance(module, EagleHead):
-            module.check(drafter.folder)
+        fill(checkpoint_tensors(module), drafter.folder, drafter.load_format, name_of=drafter.head.tensor_name)
+        module.check(drafter.folder)
     finish(module, device)
     module.eval().requires_grad_(False)
     if isinstance(module, MedusaHeads):

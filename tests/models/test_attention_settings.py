@@ -212,8 +212,8 @@ def test_attention_to_later_tokens_is_refused(family: str, value: Any, tmp_path:
         ({"max_position_embeddings": 10**9}, "max_position_embeddings=1000000000: must be a whole number from 1 to"),
         ({"intermediate_size": 10**9}, r"config.json means \[1000000000, 64\] \(intermediate_size\)"),
         ({"vocab_size": 10**9}, r"config.json means \[1000000000, 64\] \(vocab_size\)"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be a whole number from 1 to 4096"),
-        ({"num_hidden_layers": 4000}, r"has the tensors of 3 layers, and config.json means 4000 \(num_hidden_layers\)"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be a whole number from 1 to 1024"),
+        ({"num_hidden_layers": 1000}, r"has the tensors of 3 layers, and config.json means 1000 \(num_hidden_layers\)"),
     ],
 )
 def test_a_size_that_no_tensor_has_is_refused_before_it_takes_memory(
@@ -251,8 +251,8 @@ def test_a_size_that_no_tensor_has_is_refused_through_transformers_too(
     [
         ("n_layer", 1000, "n_layer=1000: must be at most 2, as no tensor"),
         ("n_layer", 0, "n_layer=0: must be a whole number from 1"),
-        ("n_layer", 10**9, "n_layer=1000000000: must be a whole number from 1 to 4096"),
-        ("num_hidden_layers", 10**9, "num_hidden_layers=1000000000: must be a whole number from 1 to 4096"),
+        ("n_layer", 10**9, "n_layer=1000000000: must be a whole number from 1 to 1024"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers=1000000000: must be a whole number from 1 to 1024"),
         ("n_embd", "64", "n_embd='64': must be a whole number from 1"),
         ("n_positions", -1, "n_positions=-1: must be a whole number from 1"),
         ("vocab_size", 10**9, r"tensor transformer.wte.weight has shape \[512, 64\]"),
@@ -272,8 +272,8 @@ def test_a_size_goes_by_the_name_that_its_family_has_for_it(name: str, value: An
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"num_hidden_layers": 4000, "layer_types": None}, "num_hidden_layers=4000: must be at most 3"),
-        ({"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers=1000000000: .* number from 1 to 4096"),
+        ({"num_hidden_layers": 1000, "layer_types": None}, "num_hidden_layers=1000: must be at most 3"),
+        ({"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers=1000000000: .* number from 1 to 1024"),
         ({"num_attention_heads": 1000}, "config.json: num_attention_heads=1000: transformers gave"),
         ({"hidden_size": 3}, "config.json: hidden_size=3: transformers gave"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,9 +18,9 @@ from teachllm.distributed.layout import Layout
 from teachllm.distributed.ranks import Ranks
 from teachllm.errors import ModelError
 from teachllm.loading.loader import load_model
-from teachllm.models import registry
 from teachllm.models.build import META, build_model, describe
 from teachllm.models.model_config import load_model_config
+from teachllm.models.registry import registered
 from teachllm.models.spec import collect
 from tests.checkpoints import VOCAB_SIZE
 from tests.distributed.test_runner_parts import work
@@ -80,11 +81,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A random checkpoint of a family, which is registered as long as it is used."""
     new, folder = FAMILIES[request.param], tmp_path_factory.mktemp(request.param)
     raw = COMMON | new.settings | {"architectures": [new.architecture], "model_type": new.model_type}
-    with pytest.MonkeyPatch.context() as patch:
-        for table in ("_MODULES", "_OWN_TYPES"):
-            patch.setattr(registry, table, dict(getattr(registry, table)))
-        if new.module is not None:
-            registry.register(new.module, {new.model_type: new.architecture})
+    with nullcontext() if new.module is None else registered(new.module, {new.model_type: new.architecture}):
         (folder / "config.json").write_text(json.dumps(raw))
         generator = torch.Generator().manual_seed(0)
         tensors = {name: torch.randn(each.shape, generator=generator) for name, each in describe(raw).weights}

@@ -18,8 +18,10 @@ from teachllm import EngineConfig
 from teachllm.distributed.ranks import WHOLE
 from teachllm.errors import ModelError
 from teachllm.layers.checkpoint_tensors import Destination, destination
+from teachllm.loading.loader import load_model
 from teachllm.models import llama, registry
 from teachllm.models.build import describe
+from teachllm.models.decoder import added_up
 from teachllm.models.family import Part
 from teachllm.models.llama import LlamaLayer
 from teachllm.models.model_config import load_model_config
@@ -175,3 +177,32 @@ def test_to_describe_a_model_takes_no_part_of_pytorch_that_loads_for_a_second(tm
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_what_quantization_saves_is_saved_on_matrices_and_not_on_biases(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2", tmp_path)  # with biases on Q, K and V
+    plain, quantized = (
+        load_model_config(EngineConfig(model=folder, dtype="bfloat16", quantization=method), "cuda")
+        for method in (None, "int8")
+    )
+    matrices = [
+        weight.shape for layer in describe(plain.raw).layers for weight in layer.weights if len(weight.shape) > 1
+    ]
+    saved = sum(num_out * num_in - 4 * num_out for num_out, num_in in matrices)  # a float32 scale per output
+    assert plain.active_bytes - quantized.active_bytes == plain.weight_bytes - quantized.weight_bytes == saved > 0
+    assert quantized.num_w8a8_parameters == sum(num_out * num_in for num_out, num_in in matrices)
+
+
+def test_without_a_checkpoint_norms_are_1_and_biases_0(tmp_path: Path) -> None:
+    for name in ("qwen2", "qwen3"):
+        config = EngineConfig(model=make_checkpoint(name, tmp_path / name), load_format="dummy")
+        model = load_model(load_model_config(config), config, torch.device("cpu"))
+        found = {key: each for key, each in model.named_parameters() if "norm" in key or "bias" in key}
+        assert len(found) >= 7
+        assert all(bool((each == float("norm" in key)).all()) for key, each in found.items())
+
+
+def test_hidden_states_have_the_models_dtype_whatever_is_added_to_them() -> None:
+    residual, parts = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(3, 2, 4)  # float32, in three parts
+    hidden = added_up(parts, residual)
+    assert hidden.dtype == torch.bfloat16 and torch.equal(hidden, 4 * residual)

@@ -146,7 +146,7 @@ class EagleHead(nn.Module):
             yield "d2t", destination(self.d2t, constant=0.0)
 
     def check(self, folder: Path) -> None:
-        """Looks at what was read from a checkpoint.
+        """Check what was read from a checkpoint.
 
         Raises:
             ModelError: an id that is none of the model's.

@@ -74,9 +74,13 @@ class EagleConfig:
         """Return what its layer keeps per token."""
         return PagedSpec(self.llama.num_kv_heads, self.llama.head_size, self.llama.windows[0])
 
+    def tensor_name(self, name: str) -> str | None:
+        """Return `tensor_name` of a stored tensor."""
+        return tensor_name(name)
+
     @staticmethod
     def parse(settings: JsonObject, stored: Collection[str], model: Shape) -> EagleConfig:
-        """Reads it.
+        """Read a head's settings.
 
         Args:
             settings: config.json.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -148,6 +149,9 @@ class MedusaHeads(nn.Module):
         self.blocks = nn.ModuleList(MedusaBlock(config) for _ in range(config.num_heads))
         self.own_heads = [Embedding(config.vocab_size, config.hidden_size) for _ in range(config.num_lm_heads)]
         self.lm_heads = nn.ModuleList(self.own_heads)
+
+    def check(self, folder: Path) -> None:
+        """Accept whatever was read from a checkpoint."""
 
     def head(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] -> the same, for the output head."""
