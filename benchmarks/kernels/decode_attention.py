@@ -30,9 +30,9 @@ from h200 import provenance, script_parser  # noqa: E402
 from teachllm.bench.ceilings import measure_ceilings, median_seconds  # noqa: E402
 from teachllm.engine.observability.ceilings import at_best  # noqa: E402
 from teachllm.roofline import Ceilings  # noqa: E402
-from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode  # noqa: E402
-from teachllm_kernels.attention.hopper_decode import fits_hopper_decode  # noqa: E402
+from teachllm_kernels.attention.decode_plan import DecodeKernel, DecodePlan, plan_decode  # noqa: E402
 from teachllm_kernels.attention.paged_decode import cost, fused_paged_decode, paged_decode_triton  # noqa: E402
+from teachllm_kernels.selection import Operands, card_of, case_of  # noqa: E402
 
 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16
 CALLS, LAYERS, REPLAYS = 12, 6, 15
@@ -54,6 +54,12 @@ def paged_cache(lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return tables, torch.randn(2, sum(counts), BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE, device="cuda").bfloat16()
 
 
+def heads_of(device: torch.device, dtype: torch.dtype, num_heads: int) -> Operands:
+    """Return what the choice of attention's kernels depends on."""
+    group = num_heads // NUM_KV_HEADS
+    return Operands("heads", card_of(device), dtype, head_size=HEAD_SIZE, group=group, block_size=BLOCK_SIZE)
+
+
 def calls_of(lens: list[int], num_heads: int) -> dict[str, Callable[[], Any]]:
     """Attention over one layer's cache after the other's, alone and with what comes before it."""
     num_seqs, device = len(lens), torch.device("cuda")
@@ -65,11 +71,12 @@ def calls_of(lens: list[int], num_heads: int) -> dict[str, Callable[[], Any]]:
     rows = torch.arange(num_seqs, dtype=torch.int32, device=device)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    on_hopper = fits_hopper_decode(device, cache.dtype, HEAD_SIZE, num_heads // NUM_KV_HEADS, BLOCK_SIZE)
+    kernel = case_of("decode", heads_of(device, cache.dtype, num_heads), num_seqs).kernel
     sizes = (num_seqs, num_heads, NUM_KV_HEADS, HEAD_SIZE, device)
-    plan, plan_fused = (DecodePlan.allocate(*sizes, on_hopper=on_hopper) for _ in range(2))
+    plan, plan_fused = (DecodePlan.allocate(*sizes) for _ in range(2))
     plan_decode(plan, seq_lens, starts, rows, NUM_KV_HEADS)
-    plan_decode(plan_fused, seq_lens, starts, rows, NUM_KV_HEADS, fused=True)
+    fused: DecodeKernel = "hopper_decode" if kernel == "hopper_decode" else "fused_paged_decode"
+    plan_decode(plan_fused, seq_lens, starts, rows, NUM_KV_HEADS, kernel=fused)
     scale = HEAD_SIZE**-0.5
     return {
         "attention": lambda: paged_decode_triton(qkv[:, :num_heads], *next(layers), tables, starts, plan, scale),

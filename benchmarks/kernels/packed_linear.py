@@ -38,14 +38,16 @@ from teachllm.roofline import Ceilings  # noqa: E402
 from teachllm_kernels._triton import triton  # noqa: E402
 from teachllm_kernels.linear import dense_gemm  # noqa: E402
 from teachllm_kernels.linear.gemv import gemv_reference, gemv_triton  # noqa: E402
-from teachllm_kernels.linear.hopper_linear import MAX_ROWS, has_hopper, hopper_linear  # noqa: E402
+from teachllm_kernels.linear.hopper_gated_linear import hopper_gated_linear  # noqa: E402
+from teachllm_kernels.linear.hopper_linear import MAX_ROWS, hopper_linear  # noqa: E402
 from teachllm_kernels.linear.packed import dequantize, packed_gemv, packed_linear  # noqa: E402
 from teachllm_kernels.linear.packed.dequantize import dequantize_triton  # noqa: E402
-from teachllm_kernels.linear.packed.hopper_packed_linear import hopper_packed_linear, is_fit  # noqa: E402
+from teachllm_kernels.linear.packed.hopper_packed_linear import hopper_packed_linear  # noqa: E402
 from teachllm_kernels.linear.packed.packed_gemv import packed_gemv_triton  # noqa: E402
 from teachllm_kernels.linear.packed.packed_linear import packed_linear_triton  # noqa: E402
 from teachllm_kernels.linear.packed.packed_weight import PackedWeight, cost, dequantize_reference  # noqa: E402
 from teachllm_kernels.rms_norm import rms_norm_triton  # noqa: E402
+from teachllm_kernels.selection import Op, Operands, card_of, case_of  # noqa: E402
 from teachllm_kernels.silu_and_mul import silu_and_mul_triton  # noqa: E402
 
 ROWS = (1, 2, 8, 16, 32, 64, 128, 256, 2048)
@@ -123,8 +125,13 @@ def dense_call(shape: PackedGemm, num_rows: int) -> Callable[[torch.Tensor], tor
     x, (norm, residual) = randn(num_rows, shape.num_in), before_and_after(shape)
     if num_rows == 1:
         return lambda w: gemv_triton(x, w, None, norm, residual, shape.gated)
-    if num_rows <= MAX_ROWS:
+    size = {"num_in": shape.num_in, "num_out": shape.num_out}
+    op: Op = "gated" if shape.gated else "add_to_residual" if shape.adds_to_residual else "product"
+    kernel = case_of(op, Operands("dense", card_of(x.device), x.dtype, **size), num_rows).kernel
+    if kernel == "hopper_linear":
         return lambda w: hopper_linear(x, w, gated=shape.gated, parts=shape.adds_to_residual)
+    if kernel == "hopper_gated_linear":
+        return lambda w: hopper_gated_linear(x, w)
     return lambda w: library(x, w, shape.gated)
 
 
@@ -135,8 +142,21 @@ def library(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
 
 def few_rows(x: torch.Tensor, weight: PackedWeight, gated: bool = False, parts: bool = False) -> torch.Tensor:
     """Multiply as a model on this card does."""
-    on_hopper = has_hopper(x.device) and is_fit(x, weight, gated)
-    return (hopper_packed_linear if on_hopper else packed_linear_triton)(x, weight, None, gated, parts)
+    operands = Operands(
+        form="packed",
+        card=card_of(x.device),
+        dtype=x.dtype,
+        num_in=weight.num_in,
+        num_out=weight.num_out,
+        group_size=weight.group_size if weight.scales.shape[1] > 1 else 0,
+        scale_bytes=weight.scales.element_size(),
+        is_e2m1=weight.is_e2m1,
+        in_turns=gated,
+    )
+    op: Op = "gated" if gated else "add_to_residual" if parts else "product"
+    kernel = case_of(op, operands, x.shape[0]).kernel
+    launch = {"hopper_packed_linear": hopper_packed_linear, "packed_linear": packed_linear_triton}[kernel]
+    return launch(x, weight, None, gated, parts)
 
 
 def packed_calls(shape: PackedGemm, num_rows: int) -> Iterator[tuple[str, Callable[[PackedWeight], torch.Tensor]]]:

@@ -24,13 +24,22 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks"), str(
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from decode_attention import BLOCK_SIZE, CALLS, HEAD_SIZE, NUM_KV_HEADS, paged_cache, recorded, run_script  # noqa: E402
+from decode_attention import (  # noqa: E402
+    CALLS,
+    HEAD_SIZE,
+    NUM_KV_HEADS,
+    heads_of,
+    paged_cache,
+    recorded,
+    run_script,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from teachllm.roofline import Ceilings  # noqa: E402
-from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill, hopper_prefill  # noqa: E402
+from teachllm_kernels.attention.hopper_prefill import hopper_prefill  # noqa: E402
 from teachllm_kernels.attention.paged_prefill import cost, paged_prefill_triton  # noqa: E402
 from teachllm_kernels.attention.prefill_plan import plan_prefill  # noqa: E402
+from teachllm_kernels.selection import case_of  # noqa: E402
 
 _ragged = random.Random(5)
 # Tokens that each sequence computes, and what it has in the cache before them.
@@ -63,7 +72,7 @@ def calls_of(lens: list[int], contexts: list[int], num_heads: int) -> dict[str, 
     scale = HEAD_SIZE**-0.5
     where = (q, k_cache, v_cache, tables)
     calls = {"paged_prefill": lambda: paged_prefill_triton(*where, rows, starts, seq_lens, scale, out=out)}
-    if fits_hopper_prefill(device, q.dtype, HEAD_SIZE, group, BLOCK_SIZE):
+    if "hopper_prefill" in case_of("prefill", heads_of(device, q.dtype, num_heads), num_tokens).kernel:
         calls["plan"] = partial(plan_prefill, starts, seq_lens, rows, num_tokens, group)
         for tile, longest in ((64, 0), (128, 2**20)):
             plan = plan_prefill(starts, seq_lens, rows, num_tokens, group, longest)

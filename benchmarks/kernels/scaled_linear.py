@@ -37,7 +37,7 @@ from teachllm.engine.observability.ceilings import at_best  # noqa: E402
 from teachllm.roofline import Ceilings  # noqa: E402
 from teachllm_kernels.linear import dense_gemm, hopper_linear  # noqa: E402
 from teachllm_kernels.linear.gemv import gemv_triton  # noqa: E402
-from teachllm_kernels.linear.hopper_gated_linear import FROM_ROWS, hopper_gated_linear  # noqa: E402
+from teachllm_kernels.linear.hopper_gated_linear import hopper_gated_linear  # noqa: E402
 from teachllm_kernels.linear.hopper_linear import hopper_scaled_linear  # noqa: E402
 from teachllm_kernels.linear.scaled import scaled_reference  # noqa: E402
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm  # noqa: E402
@@ -46,6 +46,7 @@ from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, w
 from teachllm_kernels.linear.scaled.scaled_mm import scaled_mm  # noqa: E402
 from teachllm_kernels.quantize_rows import GROUP, QuantizedRows, quantize_rows_triton  # noqa: E402
 from teachllm_kernels.rms_norm import rms_norm_quantized_triton, rms_norm_triton  # noqa: E402
+from teachllm_kernels.selection import Op, Operands, card_of, case_of  # noqa: E402
 from teachllm_kernels.silu_and_mul import (  # noqa: E402
     silu_and_mul,
     silu_and_mul_quantized_triton,
@@ -119,14 +120,17 @@ def dense_ways(product: ScaledGemm, num_rows: int) -> Iterator[tuple[str, Callab
     shape = (product.num_weight_rows, product.num_in)
     count = max(min(OTHER_WEIGHTS // (2 * shape[0] * shape[1]), CALLS), 2)
     weights = cycle([torch.randn(shape, device="cuda").bfloat16() * product.num_in**-0.5 for _ in range(count)])
+    op: Op = "gated" if product.gated else "add_to_residual" if product.adds_to_residual else "product"
+    operands = Operands("dense", card_of(x.device), x.dtype, num_in=shape[1], num_out=shape[0])
+    kernel = case_of(op, operands, num_rows).kernel
     if num_rows == 1:
         yield "bf16", lambda: gemv_triton(x, next(weights), gated=product.gated)
-    elif num_rows <= hopper_linear.MAX_ROWS:
+    elif kernel == "hopper_linear":
         yield (
             "bf16",
             lambda: hopper_linear.hopper_linear(x, next(weights), gated=product.gated, parts=product.adds_to_residual),
         )
-    elif product.gated and num_rows >= FROM_ROWS:
+    elif kernel == "hopper_gated_linear":
         yield "bf16", lambda: hopper_gated_linear(x, next(weights))
     elif product.gated:
         yield "bf16", lambda: silu_and_mul(F.linear(x, next(weights)))

@@ -5,15 +5,22 @@ of the weight, the card, the dtype, a predicate on everything else, and the numb
 when a layer is finished. So a layer asks once (`bound`) and keeps, for each operation, a short list of launches by the
 most rows that each is for; a call compares its number of rows with that list (`at`) and nothing else.
 
-To answer "which kernel multiplies 64 rows by an fp8 weight on an H100": the form is `SCALED`, and the first case for a
-`PRODUCT` whose rows hold 64 names `hopper_scaled_linear`, with its reason. docs/kernels.md is this table as a page.
+To answer "which kernel multiplies 64 rows by an fp8 weight on an H100": the form is "scaled", and the first case for
+"product" whose rows hold 64 names `hopper_scaled_linear`, with its reason. docs/kernels.md is this table as a page.
+
+Layers of one kind share one search of the table: `spans_of` remembers what it found. `replaced_table` puts other cases
+in place for a while, for a test or an experiment.
+
+Where nothing is to choose, the table has no case: the page says what computes then.
 
 What is said to be measured was measured on an H200, see benchmarks/NOTES.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from sys import maxsize as MANY
 from typing import Literal, NamedTuple, TypeVar
 
@@ -22,6 +29,7 @@ import torch
 from teachllm_kernels._hopper import has_hopper
 from teachllm_kernels.attention.hopper_decode import takes_decode_heads
 from teachllm_kernels.attention.hopper_prefill import takes_prefill_heads
+from teachllm_kernels.kernel_list import KERNELS
 from teachllm_kernels.linear.packed.hopper_packed_linear import takes_groups
 from teachllm_kernels.linear.scaled.scaled_mm import library_multiplies
 
@@ -34,11 +42,10 @@ Op = Literal[
     "float32_logits",  # of rows whose log-probabilities are returned
     "experts",  # rows of a mixture, each with the weights of its experts
     "decode",  # attention of a step of decodes alone, as many as there are rows
-    "mixed_decode",  # attention of decodes beside prompts, or of several tokens each
     "prefill",  # attention of prompts with so many tokens together
     "short_prefill",  # the same, launched one by one, of sequences of at most `SHORT` tokens
 ]
-Form = Literal["dense", "packed", "scaled", "weight_only", "experts", "heads"]
+Form = Literal["dense", "packed", "scaled", "fp8_weight_only", "experts", "heads"]
 Card = Literal["any", "cpu", "gpu", "hopper"]  # in a case "gpu" is any, Hopper included
 T = TypeVar("T")
 
@@ -47,9 +54,8 @@ GATED: tuple[Op, ...] = ("gated",)
 ADDED: tuple[Op, ...] = ("add_to_residual",)
 ONE_ROW: tuple[Op, ...] = ("one_row",)
 LOGITS: tuple[Op, ...] = ("logits", "float32_logits")
-DECODES: tuple[Op, ...] = ("decode", "mixed_decode")
 PREFILLS: tuple[Op, ...] = ("prefill", "short_prefill")
-AS_PRODUCT = "product"  # in place of a kernel: what computes `PRODUCT`; SiLU, or the addition, is another kernel
+AS_PRODUCT = "(as the product)"  # no kernel's name: `PRODUCT` is computed, and SiLU, or the addition, by another kernel
 ANY_NUMBER = (1, MANY)
 SHORT = 2048  # tokens
 
@@ -60,7 +66,7 @@ class Operands(NamedTuple):
     Attributes:
         form: how the weight is stored; "heads": there is none, attention computes.
         card: what computes, see `card_of`.
-        capability: the card's compute capability; None: a CPU's, or it does not matter.
+        capability: the card's compute capability; None: no case for this form asks for it, or there is no card.
         dtype: of x and of the result.
         num_in, num_out: columns and rows of the weight.
         has_bias: a bias is added.
@@ -162,6 +168,8 @@ def row_in_words(it: Operands) -> bool:
 
 def in_library(it: Operands) -> bool:
     """inputs and outputs are multiples of 16; no blocks, except for those of e4m3 on a Hopper"""
+    if it.capability is None:
+        raise ValueError(f"what the library multiplies depends on the card's compute capability: {it}")
     return library_multiplies(it.capability, it.num_in, it.num_out, it.is_e4m3, it.has_blocks)
 
 
@@ -200,6 +208,11 @@ class Case(NamedTuple):
     kernel: str
     reason: str
 
+    @property
+    def has_kernel(self) -> bool:
+        """Return whether one kernel computes the operation; otherwise the product's does, and others do the rest."""
+        return self.kernel != AS_PRODUCT
+
     def matches(self, op: Op, operands: Operands) -> bool:
         """Return whether this case applies, for some number of rows."""
         is_here = self.card in ("any", operands.card) or (self.card == "gpu" and operands.card == "hopper")
@@ -222,10 +235,10 @@ CASES: tuple[Case, ...] = (
          "adding as it writes spares the norm half of its bytes; for fewer rows the library splits K instead"),
     Case(GATED, (2048, MANY), "16 bits", "dense", "hopper", in_tiles_without_bias, "hopper_gated_linear",
          "the ungated result is never written; with fewer rows it depends on the tiles left for the last round"),
-    Case(ADDED + GATED, ANY_NUMBER, "any", "dense", "any", anything, AS_PRODUCT,
-         "the library's product has no such epilogue"),
-    Case(ONE_ROW, (1, 1), "any", "dense", "any", anything, "gemv",
+    Case(ONE_ROW, (1, 1), "any", "dense", "gpu", anything, "gemv",
          "norm, SiLU and residual are a part of the product: a layer is five kernels"),
+    Case(ADDED + GATED + ONE_ROW, ANY_NUMBER, "any", "dense", "any", anything, AS_PRODUCT,
+         "the library's product has no such prologue or epilogue"),
     Case(("logits",), (1, 1), "any", "dense", "gpu", anything, "gemv",
          "reading the matrix bounds it, as any product of one row"),
     Case(PRODUCT + LOGITS, ANY_NUMBER, "any", "dense", "cpu", prepacked, "onednn",
@@ -245,10 +258,10 @@ CASES: tuple[Case, ...] = (
          "as for an unquantized weight, once this one is dequantized"),
     Case(GATED, (2048, MANY), "16 bits", "packed", "hopper", in_tiles_without_bias, "dequantize + hopper_gated_linear",
          "as for an unquantized weight, once this one is dequantized"),
-    Case(ADDED + GATED, ANY_NUMBER, "any", "packed", "any", anything, AS_PRODUCT,
-         "the library's product has no such epilogue"),
-    Case(ONE_ROW, (1, 1), "any", "packed", "any", anything, "packed_gemv",
+    Case(ONE_ROW, (1, 1), "any", "packed", "gpu", anything, "packed_gemv",
          "norm, SiLU and residual are a part of the product, as in `gemv`"),
+    Case(ADDED + GATED + ONE_ROW, ANY_NUMBER, "any", "packed", "any", anything, AS_PRODUCT,
+         "the library's product has no such prologue or epilogue"),
     Case(PRODUCT, ANY_NUMBER, "any", "packed", "any", anything, "dequantize + library",
          "arithmetic bounds it, so fewer bytes save nothing: the weight is dequantized once for all rows"),
     # A weight of 8 bits that tensor cores multiply; x is quantized, too.
@@ -258,20 +271,20 @@ CASES: tuple[Case, ...] = (
          "scales and SiLU come before the result is written, which the library does in further kernels"),
     Case(ONE_ROW, (1, 1), "16 bits", "scaled", "hopper", in_words, AS_PRODUCT,
          "quantizing the row in every program takes longer than `hopper_scaled_linear` after a norm that quantizes"),
-    Case(ONE_ROW, (1, 1), "any", "scaled", "any", row_in_words, "scaled_gemv",
+    Case(ONE_ROW, (1, 1), "any", "scaled", "gpu", row_in_words, "scaled_gemv",
          "norm, quantization, SiLU and residual are a part of the product"),
-    Case(PRODUCT + GATED, (257, MANY), "any", "scaled", "any", in_library, "scaled_mm",
+    Case(PRODUCT + GATED, (257, MANY), "any", "scaled", "gpu", in_library, "scaled_mm",
          "arithmetic bounds it, and the library has such a product"),
     Case(ADDED + ONE_ROW, ANY_NUMBER, "any", "scaled", "any", anything, AS_PRODUCT,
          "no kernel fuses more"),
     Case(PRODUCT + GATED, ANY_NUMBER, "any", "scaled", "any", anything, "scaled_linear",
          "the portable kernel takes any number of rows, any size and any scales"),
     # A weight of e4m3 alone; x stays as it is.
-    Case(PRODUCT + GATED, ANY_NUMBER, "any", "weight_only", "any", anything, "scaled_linear",
+    Case(PRODUCT + GATED, ANY_NUMBER, "any", "fp8_weight_only", "any", anything, "scaled_linear",
          "each tile of the weight is dequantized on its way to the tensor cores"),
-    Case(ONE_ROW, (1, 1), "any", "weight_only", "any", row_in_words, "scaled_linear",
+    Case(ONE_ROW, (1, 1), "any", "fp8_weight_only", "any", row_in_words, "scaled_linear",
          "with the norm before it and the addition after it as kernels of their own"),
-    Case(ADDED + ONE_ROW, ANY_NUMBER, "any", "weight_only", "any", anything, AS_PRODUCT,
+    Case(ADDED + ONE_ROW, ANY_NUMBER, "any", "fp8_weight_only", "any", anything, AS_PRODUCT,
          "no kernel fuses more"),
     # The experts of a mixture, stacked.
     Case(("experts",), ANY_NUMBER, "any", "experts", "gpu", anything, "grouped_gemm",
@@ -279,36 +292,52 @@ CASES: tuple[Case, ...] = (
     Case(("experts",), ANY_NUMBER, "any", "experts", "any", anything, "library",
          "a CPU goes from one expert to the next"),
     # Attention.
-    Case(DECODES + PREFILLS, ANY_NUMBER, "any", "heads", "gpu", batch_invariant, "rope_kv_write + paged_prefill",
-         "every token takes the keys from the first on in tiles of one size, whatever runs beside it"),
     Case(("decode",), (1, 1), "any", "heads", "gpu", anything, "fused_paged_decode",
          "norm, rotation and KV write are a part of it, and its programs leave room for the products around it"),
     Case(("decode",), (2, MANY), "16 bits", "heads", "hopper", decode_heads, "hopper_decode",
          "the same with fewer instructions per byte: it reads at 97% of the best bandwidth that such cards have had"),
     Case(("decode",), (1, 8), "any", "heads", "gpu", anything, "fused_paged_decode",
          "norm, rotation and KV write are a part of it; with more sequences two kernels are faster"),
-    Case(DECODES, ANY_NUMBER, "any", "heads", "gpu", anything, "rope_kv_write + paged_decode",
+    Case(("decode",), ANY_NUMBER, "any", "heads", "any", anything, "rope_kv_write + paged_decode",
          "keys are cut into equal splits that fill the card in one wave"),
     Case(("short_prefill",), (1, 512), "any", "heads", "gpu", anything, "rope_kv_write + paged_prefill",
          "launching takes longer than so little attention: 31 us on the host instead of 53"),
     Case(PREFILLS, ANY_NUMBER, "16 bits", "heads", "hopper", prefill_heads, "rope_kv_write + hopper_prefill",
          "one warp fetches tiles, and of two groups of warps one multiplies while the other computes its softmax"),
-    Case(PREFILLS, ANY_NUMBER, "any", "heads", "gpu", anything, "rope_kv_write + paged_prefill",
+    Case(PREFILLS, ANY_NUMBER, "any", "heads", "any", anything, "rope_kv_write + paged_prefill",
          "the portable kernel, for the heads that the other does not take"),
-    Case(DECODES + PREFILLS, ANY_NUMBER, "any", "heads", "cpu", anything, "paged_attention",
-         "rectangles of the batch as PyTorch's matrix products"),
 )  # fmt: skip
 
 # -- how it is read -------------------------------------------------------------------------------------------
 
+_table = CASES  # what is read, see `replaced_table`
 
-def spans_of(op: Op, operands: Operands) -> list[tuple[int, Case]]:
-    """Return [(the most rows, the case that is taken up to them)], fewest rows first, for every number of rows.
+
+@contextmanager
+def replaced_table(cases: tuple[Case, ...]) -> Iterator[None]:
+    """Inside, kernels are chosen by other cases; what was bound before keeps its kernels."""
+    global _table
+    before, _table = _table, cases
+    _spans_of.cache_clear()
+    try:
+        yield
+    finally:
+        _table = before
+        _spans_of.cache_clear()
+
+
+def spans_of(op: Op, operands: Operands) -> tuple[tuple[int, Case], ...]:
+    """Return ((the most rows, the case that is taken up to them), ...), fewest rows first, for every number of rows.
 
     Raises:
         LookupError: some number of rows has no case.
     """
-    cases = [case for case in CASES if case.matches(op, operands)]
+    return _spans_of(op, operands)
+
+
+@cache
+def _spans_of(op: Op, operands: Operands) -> tuple[tuple[int, Case], ...]:
+    cases = [case for case in _table if case.matches(op, operands)]
     spans: list[tuple[int, Case]] = []
     row, last = 1, 1 if op == "one_row" else MANY
     while row <= last:
@@ -323,7 +352,7 @@ def spans_of(op: Op, operands: Operands) -> list[tuple[int, Case]]:
         else:
             raise LookupError(f"no kernel for {op} of {row} rows: {operands}")
         row = spans[-1][0] + 1
-    return spans
+    return tuple(spans)
 
 
 def case_of(op: Op, operands: Operands, num_rows: int) -> Case:
@@ -332,7 +361,7 @@ def case_of(op: Op, operands: Operands, num_rows: int) -> Case:
     Raises:
         LookupError: there is none.
     """
-    return at(tuple(spans_of(op, operands)), num_rows)
+    return at(spans_of(op, operands), num_rows)
 
 
 def bound(op: Op, operands: Operands, launches: Mapping[str, T]) -> tuple[tuple[int, T], ...]:
@@ -359,6 +388,13 @@ def at(spans: tuple[tuple[int, T], ...], num_rows: int) -> T:
     raise LookupError(f"{num_rows} rows, where at most {spans[-1][0]} are computed")
 
 
-def gates_itself(operands: Operands, num_rows: int) -> bool:
-    """Return whether gate and up of so many rows are multiplied before they are written, by the product's kernel."""
-    return case_of("gated", operands, num_rows).kernel != AS_PRODUCT
+def gated_from(operands: Operands) -> int | None:
+    """Return the fewest rows from which the kernel for many rows multiplies gate by up before it writes them.
+
+    The kernels for fewer rows do not count. None: with many rows the ungated result is written, too.
+    """
+    spans = spans_of("gated", operands)
+    case = spans[-1][1]
+    if not case.has_kernel or any(KERNELS[name].writes_ungated for name in case.kernel.split(" + ")):
+        return None
+    return 1 if len(spans) == 1 else spans[-2][0] + 1

@@ -18,25 +18,23 @@ from typing import TYPE_CHECKING, Any
 from teachllm.bench.batch import Batch, check_length
 from teachllm.roofline import Ceilings, StepShape, Work, step_work
 from teachllm.sampling_params import SamplingParams
-from teachllm_kernels.kernel_list import KERNELS
+from teachllm_kernels.kernel_list import ATTENTION, EXCHANGES, KERNELS, OTHER, PRODUCTS, SAMPLING, UNCHOSEN
 
 if TYPE_CHECKING:
     from teachllm import LLM
     from teachllm.engine.llm_engine import Engine
 
 _NUM_STEPS = 16
-# Of the kernels that the table of `selection.py` names.
-_KNOWN = {name: kernel.group for kernel in KERNELS.values() for name in kernel.names}
-# Any other belongs to the first group that has a word of its name. The libraries' names are theirs to change.
-_GROUPS = {
-    "exchanges of ranks": ("nccl", "_one_shot_all_reduce"),
-    "attention": ("paged_", "decode", "prefill", "sdpa", "flash", "fmha", "attention", "_merge_splits"),
-    "matrix products": ("gemv", "linear", "gemm", "nvjet", "cutlass", "splitk", "addmm", "matmul", "mm"),
-    "routing to experts": ("_route", "_group", "_combine"),
-    "drafts": ("_draft", "_find_matches", "_propose", "_following", "_move_kv"),
-    "sampling": ("_scan", "_pick", "_measure", "_cut", "_reject", "_settle", "argmax", "append_tokens"),
+# This project's kernels have the groups that their list gives them.
+_OWN = {name: kernel.group for kernel in KERNELS.values() for name in kernel.names}
+_OWN |= {name: group for group, names in UNCHOSEN.items() for name in names}
+# A library's kernel belongs to the first group that has a word of its name: the names are the library's to change.
+_LIBRARIES = {
+    EXCHANGES: ("nccl",),
+    ATTENTION: ("paged", "decode", "prefill", "sdpa", "flash", "fmha", "attention"),
+    PRODUCTS: ("gemv", "linear", "gemm", "nvjet", "cutlass", "splitk", "addmm", "matmul", "mm"),
+    SAMPLING: ("argmax",),
 }
-_OTHER = "norms and the rest"
 
 
 @dataclass(frozen=True)
@@ -203,13 +201,13 @@ def summarize(events: Iterable[Event], num_steps: int) -> tuple[list[Row], float
 
 def group_of(name: str) -> str:
     """Return what a kernel is for, by its name."""
-    if name in _KNOWN:
-        return _KNOWN[name]
+    if name in _OWN:
+        return _OWN[name]
     lowered = name.lower()
-    for group, words in _GROUPS.items():
+    for group, words in _LIBRARIES.items():
         if any(word in lowered for word in words):
             return group
-    return _OTHER
+    return OTHER
 
 
 class _Waiting:
@@ -261,8 +259,8 @@ def _floors(work: Work, step: StepShape, llm: LLM, ceilings: Ceilings) -> dict[s
     model = llm.engine.model_config
     weights = step_work(model, StepShape([0] * len(step.query_lens), [0] * len(step.kv_lens), step.num_sampled))
     parts = {
-        "matrix products": Work(weights.num_bytes, work.matrix_flops, 0, work.w8a8_flops),
-        "attention": Work(work.num_bytes - weights.num_bytes, 0, work.attention_flops),
+        PRODUCTS: Work(weights.num_bytes, work.matrix_flops, 0, work.w8a8_flops),
+        ATTENTION: Work(work.num_bytes - weights.num_bytes, 0, work.attention_flops),
     }
     least = {group: part.seconds(ceilings) for group, part in parts.items()}
     return {group: Floor(1000 * least[group], part.bound(ceilings, least[group])) for group, part in parts.items()}

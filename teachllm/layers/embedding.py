@@ -22,6 +22,7 @@ from torch import nn
 from teachllm.distributed.group import ALONE, Group
 from teachllm.distributed.shards import ALL, Shard
 from teachllm.layers.checkpoint_tensors import TensorDestination, joined
+from teachllm.layers.weights.base import bind_anew
 from teachllm_kernels.linear.batch_invariant_gemm import batch_invariant_gemm_triton
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.linear.gemv import gemv_triton
@@ -50,6 +51,7 @@ class Embedding(nn.Module):
         self.weight.data[self._num_own :] = 0.0
         self.packed: torch.Tensor | None = None
         self._is_fixed = False
+        self.register_load_state_dict_post_hook(bind_anew)  # type: ignore[no-untyped-call]
         self.bind()
 
     @property

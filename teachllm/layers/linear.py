@@ -147,7 +147,11 @@ class Linear(nn.Module):
         return None if self._sums and self._group.rank > 0 else self.bias
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, Destination]]:
-        """Yield the tensors of each projection, which lie side by side in the module that holds this layer."""
+        """Yield the tensors of each projection, which lie side by side in the module that holds this layer.
+
+        Raises:
+            RuntimeError: the layer is finished, and has its weight in another form than the checkpoint.
+        """
         first, within = 0, parent(path)
         for name, rows in self.out_features.items():
             reading, shards = self._reading.get(name), (self._rows.get(name, ALL), self._columns)
@@ -158,7 +162,8 @@ class Linear(nn.Module):
             elif reading is not None:
                 yield joined(within, f"{name}.weight"), destination(reading, *shards)
             else:
-                assert isinstance(self.weight, DenseWeight)
+                if not isinstance(self.weight, DenseWeight) or self.weight.packed is not None:
+                    raise RuntimeError(f"{joined(within, name)} is finished: read its checkpoint's tensors before that")
                 yield joined(within, f"{name}.weight"), destination(self.weight.weight.data[own], *shards)
             if self.bias is not None:
                 yield joined(within, f"{name}.bias"), destination(self.bias.data[own], shards[0], constant=0.0)

@@ -14,6 +14,7 @@ from typing import Self
 import torch
 from torch import nn
 
+from teachllm.layers.weights.base import bind_anew
 from teachllm_kernels.moe.grouped_gemm import (
     grouped_down_reference,
     grouped_down_triton,
@@ -59,6 +60,7 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(len(held), 2 * width, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(len(held), hidden_size, width), requires_grad=False)
         self.is_fixed = False
+        self.register_load_state_dict_post_hook(bind_anew)  # type: ignore[no-untyped-call]
         self.bind()
 
     def bind(self) -> None:

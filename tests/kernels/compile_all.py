@@ -226,13 +226,12 @@ def compile_attention(
     paged_decode_triton(q, cache, cache, tables, starts, plan, 1.0, window, cap, max_query_len=4, tree=tree)
     qkv, angle = torch.zeros(4, num_heads + 4, head_size, dtype=dtype), torch.zeros(4, 1, head_size, dtype=dtype)
     norm = torch.zeros(num_heads + 2, head_size, dtype=dtype)
-    plan_decode(plan, lens, starts, rows, 2, window, fused=True)
+    plan_decode(plan, lens, starts, rows, 2, window, "fused_paged_decode")
     fused_paged_decode(qkv, angle, angle, norm, 1e-6, cache, cache, tables, plan, 1.0, window, cap)
-    plan_decode(plan, lens[:1], starts[:2], rows[:1], 2, window, fused=True)
+    plan_decode(plan, lens[:1], starts[:2], rows[:1], 2, window, "fused_paged_decode")
     fused_paged_decode(qkv[:1], angle, angle, norm, 1e-6, cache, cache, tables, plan, 1.0, window, cap)
     if dtype != torch.float32 and head_size in (64, 128):
-        plan.on_hopper = True
-        plan_decode(plan, lens, starts, rows, 2, window, fused=True)
+        plan_decode(plan, lens, starts, rows, 2, window, "hopper_decode")
         for weight in (norm, None):
             hopper_decode(qkv, angle, angle, weight, 1e-6, cache, cache, tables, plan, 1.0)
         for longest in (0, 10_000):
@@ -257,7 +256,7 @@ def compile_quantized_kv(
     plan_decode(plan, lens, starts, rows, 2, window)
     for max_query_len, tree in ((1, None), (4, ints(4, dtype=torch.int64))):
         paged_decode_triton(q, cache, cache, tables, starts, plan, 1.0, window, cap, max_query_len, tree, scales=scales)
-    plan_decode(plan, lens, starts, rows, 2, window, fused=True)
+    plan_decode(plan, lens, starts, rows, 2, window, "fused_paged_decode")
     fused_paged_decode(qkv, angle, angle, norm, 1e-6, cache, cache, tables, plan, 1.0, window, cap, scales)
     slots = ints(4, dtype=torch.int64)
     rope_kv_write_triton(qkv, angle, angle, norm, 1e-6, cache, cache, slots, scales)
@@ -274,8 +273,8 @@ def compile_quantized_kv_on_hopper(
     """Compile Hopper's own kernels."""
     num_heads = 2 * group
     cache, tables, lens, starts = torch.zeros(4, 16, 2, head_size, dtype=quantized_dtype), ints(4, 4), ints(4), ints(5)
-    plan = DecodePlan.allocate(4, num_heads, 2, head_size, torch.device("cpu"), on_hopper=True)
-    plan_decode(plan, lens, starts, lens, 2, fused=True)
+    plan = DecodePlan.allocate(4, num_heads, 2, head_size, torch.device("cpu"))
+    plan_decode(plan, lens, starts, lens, 2, kernel="hopper_decode")
     qkv, angle = torch.zeros(4, num_heads + 4, head_size, dtype=dtype), torch.zeros(4, 1, head_size, dtype=dtype)
     scales = (torch.ones(2), torch.ones(2))
     hopper_decode(qkv, angle, angle, None, 1e-6, cache, cache, tables, plan, 1.0, scales)

@@ -134,8 +134,9 @@ def test_the_last_layer_computes_for_some_tokens_what_it_does_for_all(make: Any)
 
 
 def test_no_fast_path_takes_a_class_that_it_does_not_know() -> None:
-    assert own().fuses_one_row and own().fuses_decodes
-    assert [make.__name__ for make in LAYERS if make().fuses_one_row] == ["own"]
+    assert not own().fuses_one_row and own().fuses_decodes  # a CPU has no kernel for it
+    with torch.device("meta"):
+        assert [make.__name__ for make in LAYERS if make().fuses_one_row] == ["own"]
     assert [make.__name__ for make in LAYERS if not make().fuses_decodes] == ["with_qk_norm"]
 
 

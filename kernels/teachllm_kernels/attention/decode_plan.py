@@ -21,6 +21,7 @@ Sources: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (longest fir
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -36,6 +37,9 @@ _FIELDS = 8  # per item, see `DecodePlan`
 
 FIELDS = tl.constexpr(_FIELDS)
 SEQ, ROW, TOKEN, BEGIN, END, SEQ_LEN, FIRST_ITEM, NUM_SPLITS = map(tl.constexpr, range(_FIELDS))
+
+
+DecodeKernel: TypeAlias = Literal["paged_decode", "fused_paged_decode", "hopper_decode"]  # that a plan is for
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +77,13 @@ HOPPER_SHAPE = DecodeShape(at_once=2, num_warps=4, stages=3, tile=64, maxnreg=12
 ALONE_SHAPE = DecodeShape(at_once=2, num_warps=4, stages=2, tile=64, maxnreg=None)  # for one sequence, fused
 
 
-def decode_shape(num_seqs: int, num_kv_heads: int, fused: bool = False, on_hopper: bool = False) -> DecodeShape:
-    """Return the best shape for a number of sequences, as measured in benchmarks/NOTES.md.
-
-    Args:
-        fused: the kernel is `fused_paged_decode`, on a GPU with (`on_hopper`) or without `hopper_decode`.
-    """
+def decode_shape(num_seqs: int, num_kv_heads: int, kernel: DecodeKernel = "paged_decode") -> DecodeShape:
+    """Return the best shape of a kernel for a number of sequences, as measured in benchmarks/NOTES.md."""
     programs = num_seqs * num_kv_heads
-    if fused:
-        if num_seqs == 1:
-            return ALONE_SHAPE
-        return HOPPER_SHAPE if on_hopper else COMMON_SHAPE
+    if kernel == "hopper_decode":
+        return HOPPER_SHAPE
+    if kernel == "fused_paged_decode":
+        return ALONE_SHAPE if num_seqs == 1 else COMMON_SHAPE
     if 2 * programs <= _SPLITTING_SHAPE.places:
         return _SPLITTING_SHAPE
     if programs <= COMMON_SHAPE.places:
@@ -144,7 +144,7 @@ class DecodePlan:
         lse: [max_items, num_heads * max_query_len] float32, each split's log-sum-exp, base 2.
         spans: [max_seqs, 2] int32, each sequence's first item and its number of items.
         finished: [max_seqs * num_kv_heads] int32, the number of finished splits; 0 between launches.
-        on_hopper: whether `hopper_decode` takes such heads.
+        kernel: for which the plan was last filled: the caller's choice, by the table of `selection.py`.
         filled_for: (number of sequences, shape) of the batch that the plan was last filled for.
     """
 
@@ -153,7 +153,7 @@ class DecodePlan:
     lse: torch.Tensor
     spans: torch.Tensor
     finished: torch.Tensor
-    on_hopper: bool
+    kernel: DecodeKernel = field(default="paged_decode", init=False)
     filled_for: tuple[int, DecodeShape] | None = field(default=None, init=False)
 
     @staticmethod
@@ -164,13 +164,11 @@ class DecodePlan:
         head_size: int,
         device: torch.device,
         max_query_len: int = 1,
-        on_hopper: bool = False,
     ) -> DecodePlan:
         """Allocate room for any batch of up to `max_seqs` sequences.
 
         Args:
             max_query_len: the most tokens per sequence that a launch may have; each has its own results.
-            on_hopper: `fits_hopper_decode` is true for such heads, so the fused form is planned for `hopper_decode`.
         """
         most_at_once = max(_SHAPES[-1].places // num_kv_heads, 1)
         max_items, rows = most_at_once + max_seqs, num_heads * max_query_len
@@ -180,7 +178,6 @@ class DecodePlan:
             lse=torch.empty((max_items, rows), dtype=torch.float32, device=device),
             spans=torch.zeros((max_seqs + 1, 2), dtype=torch.int32, device=device),
             finished=torch.zeros(max_seqs * num_kv_heads, dtype=torch.int32, device=device),
-            on_hopper=on_hopper,
         )
 
 
@@ -248,7 +245,7 @@ def plan_decode(
     rows: torch.Tensor,
     num_kv_heads: int,
     window: int | None = None,
-    fused: bool = False,
+    kernel: DecodeKernel = "paged_decode",
 ) -> None:
     """Fill `plan` for a batch in one launch, without a transfer to the host.
 
@@ -258,11 +255,11 @@ def plan_decode(
         rows: [num_seqs] int32, each sequence's row of the block tables.
         window: the number of last keys that any of a sequence's new tokens sees: a layer's window, `max_query_len` - 1,
             and the tokens of a draft tree that were there before.
-        fused: the plan is for `fused_paged_decode`.
+        kernel: the plan is for it; the launcher `fused_paged_decode` launches what its plan is for.
     """
     num_seqs = seq_lens.shape[0]
-    shape = decode_shape(num_seqs, num_kv_heads, fused, plan.on_hopper)
-    plan.filled_for = num_seqs, shape
+    shape = decode_shape(num_seqs, num_kv_heads, kernel)
+    plan.kernel, plan.filled_for = kernel, (num_seqs, shape)
     _plan_decode[(1,)](
         items_ptr=plan.items,
         spans_ptr=plan.spans,

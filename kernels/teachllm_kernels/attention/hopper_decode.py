@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import torch
 
-from teachllm_kernels._hopper import PIECE, barriers, fetch, has_hopper, pieces, tile_map
+from teachllm_kernels._hopper import PIECE, barriers, fetch, pieces, tile_map
 from teachllm_kernels._triton import barrier, gdc_launch_dependents, gdc_wait, gl, gluon, hopper, triton
 from teachllm_kernels.attention import paged_attention, rope_kv_write
 from teachllm_kernels.attention.decode_plan import (
@@ -48,7 +48,7 @@ from teachllm_kernels.attention.hopper_kv_dequantize import channel_of, key_layo
 from teachllm_kernels.attention.hopper_new_token import query_and_key
 from teachllm_kernels.attention.kv_quantization import KVScales
 
-__all__ = ["cost", "fits_hopper_decode", "hopper_decode", "takes_decode_heads"]
+__all__ = ["cost", "hopper_decode", "takes_decode_heads"]
 
 
 @gluon.jit
@@ -268,7 +268,8 @@ def hopper_decode(
     scale: float,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """Compute `fused_paged_decode` without a soft cap, where `fits_hopper_decode`; a window is in the plan.
+    """Compute `fused_paged_decode` without a soft cap, on a Hopper, for heads of 16 bits that
+    `takes_decode_heads` accepts; a window is in the plan.
 
     Args:
         scales: scales of K and V, if the cache is quantized.
@@ -317,17 +318,13 @@ def hopper_decode(
     return out
 
 
-def fits_hopper_decode(device: torch.device, dtype: torch.dtype, head_size: int, group: int, block_size: int) -> bool:
-    """Return whether `hopper_decode` supports such heads and blocks on this device.
+def takes_decode_heads(head_size: int, group: int, block_size: int) -> bool:
+    """Return whether `hopper_decode` supports such heads, of 16 bits, and blocks.
 
     Args:
         group: query heads per KV head.
+        block_size: tokens per KV block.
     """
-    return dtype.itemsize == 2 and takes_decode_heads(head_size, group, block_size) and has_hopper(device)
-
-
-def takes_decode_heads(head_size: int, group: int, block_size: int) -> bool:
-    """Return whether `hopper_decode` supports such heads and blocks; of a dtype and device see `fits_hopper_decode`."""
     return head_size in (64, 128) and group <= 16 and block_size % PIECE == 0
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import torch
 
-from teachllm_kernels._hopper import PIECE, barriers, fetch, has_hopper, head_map, num_multiprocessors, pieces, tile_map
+from teachllm_kernels._hopper import PIECE, barriers, fetch, head_map, num_multiprocessors, pieces, tile_map
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper
 from teachllm_kernels.attention.decode_plan import LOG2_E
 from teachllm_kernels.attention.hopper_kv_dequantize import multiplicand
@@ -37,7 +37,7 @@ from teachllm_kernels.attention.kv_quantization import KVScales
 from teachllm_kernels.attention.paged_attention import cost
 from teachllm_kernels.attention.prefill_plan import ROWS, PrefillPlan
 
-__all__ = ["cost", "fits_hopper_prefill", "hopper_prefill", "takes_prefill_heads"]
+__all__ = ["cost", "hopper_prefill", "takes_prefill_heads"]
 
 _STAGES = {64: 4, 128: 2}  # by keys per tile; 128 KiB with heads of 128; two tiles of queries take another 64 KiB
 
@@ -277,8 +277,8 @@ def hopper_prefill(
 ) -> torch.Tensor:
     """Compute `paged_prefill_triton` without a soft cap; the plan says which program computes which tile.
 
-    Only for heads and blocks that `fits_hopper_prefill` accepts. With a window every tile is masked, and heads of 64
-    leave half of the shared memory unused: neither has been tuned.
+    Only on a Hopper, for heads of 16 bits and blocks that `takes_prefill_heads` accepts. With a window every tile is
+    masked, and heads of 64 leave half of the shared memory unused: neither has been tuned.
 
     Args:
         q: [num_tokens, num_heads, head_size], heads contiguous; the stride between tokens is any multiple of 8.
@@ -316,15 +316,11 @@ def hopper_prefill(
     return out
 
 
-def fits_hopper_prefill(device: torch.device, dtype: torch.dtype, head_size: int, group: int, block_size: int) -> bool:
-    """Return whether `hopper_prefill` supports such heads and blocks on this device.
+def takes_prefill_heads(head_size: int, group: int, block_size: int) -> bool:
+    """Return whether `hopper_prefill` supports such heads, of 16 bits, and blocks.
 
     Args:
         group: query heads per KV head.
+        block_size: tokens per KV block.
     """
-    return dtype.itemsize == 2 and takes_prefill_heads(head_size, group, block_size) and has_hopper(device)
-
-
-def takes_prefill_heads(head_size: int, group: int, block_size: int) -> bool:
-    """Return whether `hopper_prefill` supports such heads and blocks; for dtype and device: `fits_hopper_prefill`."""
     return head_size in (64, 128) and group in (1, 2, 4, 8, 16, 32, 64) and block_size % PIECE == 0

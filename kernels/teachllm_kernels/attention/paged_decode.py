@@ -306,15 +306,16 @@ def fused_paged_decode(
     Args:
         qkv: [num_seqs, num_heads + 2 * num_kv_heads, head_size], contiguous; read only.
         cos, signed_sin, qk_weight, eps: as in `rope_kv_write_reference`.
-        plan: filled by `plan_decode` for this form.
+        plan: filled by `plan_decode` for `fused_paged_decode`, or for `hopper_decode`, which then computes what has no
+            soft cap.
         The others are those of `paged_decode_triton`.
 
     Returns:
         [num_seqs, num_heads, head_size].
     """
     num_heads = qkv.shape[1] - 2 * k_cache.shape[2]
-    shape = decode_shape(qkv.shape[0], k_cache.shape[2], True, plan.on_hopper)
-    if shape is HOPPER_SHAPE and soft_cap is None:
+    assert plan.kernel != "paged_decode"
+    if plan.kernel == "hopper_decode" and soft_cap is None:
         return hopper_decode(
             qkv=qkv, cos=cos, signed_sin=signed_sin, qk_weight=qk_weight, eps=eps,
             k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, plan=plan, scale=scale, scales=scales,
@@ -356,7 +357,7 @@ def _launch(
     half_padded, rows = max(triton.next_power_of_2(half), 16), triton.next_power_of_2(group * queries)
     stored_bytes, operand_bytes, rows_padded = k_cache.element_size(), q.element_size(), max(rows, 16)
     fits_any_shape = rows <= 16 and half_padded <= 64 and operand_bytes <= 2  # others fit COMMON_SHAPE only
-    planned = decode_shape(num_seqs, num_kv_heads, prologue is not None, plan.on_hopper)
+    planned = decode_shape(num_seqs, num_kv_heads, "paged_decode" if prologue is None else plan.kernel)
     assert plan.filled_for == (num_seqs, planned) and out.shape[1] * max_query_len <= plan.partial.shape[1]
     shape = planned if fits_any_shape and planned is not HOPPER_SHAPE else COMMON_SHAPE
     is_alone = shape is ALONE_SHAPE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +13,13 @@ from teachllm_kernels.attention.hopper_prefill import hopper_prefill
 from teachllm_kernels.attention.paged_decode import paged_decode_triton
 from teachllm_kernels.attention.paged_prefill import paged_prefill_triton, tile_options
 from teachllm_kernels.attention.prefill_plan import PrefillPlan, plan_prefill
-from teachllm_kernels.selection import SHORT, Op, Operands, at, card_of, spans_of
+from teachllm_kernels.selection import SHORT, Op, Operands, card_of, case_of
 
 if TYPE_CHECKING:
     from teachllm.layers.attention import AttentionMetadata
 
-_HOPPER = "rope_kv_write + hopper_prefill"  # by the names of `selection.CASES`
+# By the names of `selection.CASES`: whether prompts are planned for `hopper_prefill`.
+_PREFILLS = {"rope_kv_write + hopper_prefill": True, "rope_kv_write + paged_prefill": False}
 
 
 @dataclass(slots=True)
@@ -153,7 +153,7 @@ def _plan(
     group, longest = q.shape[1] // num_kv_heads, max(kv_lens, default=0)
     op: Op = "short_prefill" if kv_lens and longest <= SHORT else "prefill"
     heads = heads_of(q.device, q.dtype, head_size, group, block_size, has_soft_cap=has_soft_cap)
-    if at(_kernels(op, heads), q.shape[0]) != _HOPPER:
+    if not _PREFILLS[case_of(op, heads, q.shape[0]).kernel]:
         return None
     return plan_prefill(query_start, seq_lens, rows, q.shape[0], group, longest)
 
@@ -176,12 +176,6 @@ def heads_of(
         block_size=block_size,
         has_soft_cap=has_soft_cap,
     )
-
-
-@lru_cache
-def _kernels(op: Op, heads: Operands) -> tuple[tuple[int, str], ...]:
-    """Return [(the most rows, the kernel that computes them)]; a model's heads are bound once."""
-    return tuple((most, case.kernel) for most, case in spans_of(op, heads))
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_size: int, dtype: str) -> None:

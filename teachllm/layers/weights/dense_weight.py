@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from teachllm.layers.norm import RMSNorm
-from teachllm.layers.weights.base import Added, Rows, Weight
+from teachllm.layers.weights.base import Added, Rows, Weight, bind_anew
 from teachllm_kernels.linear.batch_invariant_gemm import batch_invariant_gemm_triton
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.linear.gemv import gemv_triton
 from teachllm_kernels.linear.hopper_gated_linear import hopper_gated_linear
 from teachllm_kernels.linear.hopper_linear import hopper_linear
 from teachllm_kernels.linear.skinny_gemm import skinny_gemm_triton
-from teachllm_kernels.selection import AS_PRODUCT, Operands, at, bound, card_of
+from teachllm_kernels.selection import AS_PRODUCT, Operands, at, bound, card_of, case_of
 
 
 class DenseWeight(Weight):
@@ -40,6 +40,7 @@ class DenseWeight(Weight):
         self.weight = nn.Parameter(data, requires_grad=False)
         self.packed: torch.Tensor | None = None
         self._has_bias, self._is_fixed = has_bias, False
+        self.register_load_state_dict_post_hook(bind_anew)  # type: ignore[no-untyped-call]
         self.bind()
 
     @property
@@ -56,13 +57,13 @@ class DenseWeight(Weight):
         self.bind()
 
     def bind(self) -> None:
-        """Look up the kernels that multiply this weight: where it is made, moved, laid out, or made `is_fixed`."""
+        """Look up the kernels that multiply this weight: when it is made, moved, loaded, laid out or set `is_fixed`."""
         self.operands = _operands(self)
-        self._product = bound("product", self.operands, _PRODUCTS)
+        self._product = bound("product", self.operands, PRODUCTS)
         self._added = bound("add_to_residual", self.operands, _ADDED)
         self._gated = bound("gated", self.operands, _GATED)
         self._one_row = at(bound("one_row", self.operands, _ONE_ROW), 1)
-        self.fuses_one_row = self._one_row is not Weight.one_row
+        self.fuses_one_row = case_of("one_row", self.operands, 1).has_kernel
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move, as `nn.Module.to` does, and bind anew."""
@@ -137,8 +138,8 @@ _OneRow = Callable[
     [DenseWeight, torch.Tensor, torch.Tensor | None, RMSNorm | None, torch.Tensor | None, bool], torch.Tensor
 ]
 # By the names of `selection.CASES`. A product is called with x, the data of the weight and the bias; in the others w is
-# the weight and b the bias.
-_PRODUCTS: Mapping[str, _Product] = {
+# the weight and b the bias. `PRODUCTS` is public for those who watch what is launched: it holds the kernels themselves.
+PRODUCTS: Mapping[str, _Product] = {
     "batch_invariant_gemm": batch_invariant_gemm_triton,
     "hopper_linear": hopper_linear,
     "library": linear_reference,

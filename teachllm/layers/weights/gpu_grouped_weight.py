@@ -27,7 +27,7 @@ from teachllm_kernels.linear.packed.hopper_packed_linear import hopper_packed_li
 from teachllm_kernels.linear.packed.packed_gemv import packed_gemv_triton
 from teachllm_kernels.linear.packed.packed_linear import packed_linear_triton
 from teachllm_kernels.linear.packed.packed_weight import pack
-from teachllm_kernels.selection import AS_PRODUCT, Operands, at, bound, card_of
+from teachllm_kernels.selection import AS_PRODUCT, Operands, at, bound, card_of, case_of
 
 
 class GPUGroupedWeight(Weight):
@@ -68,7 +68,7 @@ class GPUGroupedWeight(Weight):
         self._added = bound("add_to_residual", self.operands, _ADDED)
         self._gated = bound("gated", self.operands, _GATED)
         self._one_row = at(bound("one_row", self.operands, _ONE_ROW), 1)
-        self.fuses_one_row = self._one_row is not Weight.one_row
+        self.fuses_one_row = case_of("one_row", self.operands, 1).has_kernel
 
     def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x W^T + b: [num_tokens, in] -> [num_tokens, out]."""

@@ -21,7 +21,7 @@ from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, w
 from teachllm_kernels.linear.scaled.scaled_mm import scaled_mm
 from teachllm_kernels.linear.scaled.scaled_reference import scale_kind
 from teachllm_kernels.quantize_rows import QuantizedRows, quantize_rows
-from teachllm_kernels.selection import AS_PRODUCT, Operands, at, bound, card_of
+from teachllm_kernels.selection import AS_PRODUCT, Operands, at, bound, card_of, case_of
 
 _HAS_E4M3 = (8, 9)  # compute capability
 
@@ -49,7 +49,7 @@ class GPUScaledWeight(Weight):
             by_block = self.activations is Activations.BY_BLOCK
             self.input_quantization = InputQuantization(self.qweight.dtype, self.input_scale, by_block)
         self.operands = Operands(
-            form="weight_only" if is_weight_only else "scaled",
+            form="fp8_weight_only" if is_weight_only else "scaled",
             card=card_of(self.qweight.device),
             dtype=dtype,
             capability=card,
@@ -63,7 +63,7 @@ class GPUScaledWeight(Weight):
         self._added = bound("add_to_residual", self.operands, _ADDED)
         self._gated = bound("gated", self.operands, products)
         self._one_row = at(bound("one_row", self.operands, one_row), 1)
-        self.fuses_one_row = self._one_row is not Weight.one_row
+        self.fuses_one_row = case_of("one_row", self.operands, 1).has_kernel
 
     def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x W^T + b: [num_tokens, in] -> [num_tokens, out]."""
@@ -116,17 +116,6 @@ def _scaled_gemv(
     return scaled_gemv_triton(x, weight.qweight, weight.scales, bias, prologue, residual, gated, scale)
 
 
-def _row_by_row(
-    weight: GPUScaledWeight,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: RMSNorm | None,
-    residual: torch.Tensor | None,
-    gated: bool,
-) -> torch.Tensor:
-    return Weight.one_row(weight, x, bias, norm, residual, gated)
-
-
 _Product = Callable[[GPUScaledWeight, Rows, torch.Tensor | None, bool], torch.Tensor]
 _OneRow = Callable[
     [GPUScaledWeight, torch.Tensor, torch.Tensor | None, RMSNorm | None, torch.Tensor | None, bool], torch.Tensor
@@ -153,4 +142,4 @@ _ADDED: Mapping[str, Callable[[GPUScaledWeight, torch.Tensor, Rows, torch.Tensor
     AS_PRODUCT: Weight.add_to_residual,
 }
 _ONE_ROW: Mapping[str, _OneRow] = {"scaled_gemv": _scaled_gemv, AS_PRODUCT: Weight.one_row}
-_WEIGHT_ONLY_ROW: Mapping[str, _OneRow] = {"scaled_linear": _row_by_row, AS_PRODUCT: Weight.one_row}
+_WEIGHT_ONLY_ROW: Mapping[str, _OneRow] = {"scaled_linear": Weight.one_row, AS_PRODUCT: Weight.one_row}

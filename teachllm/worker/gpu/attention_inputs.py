@@ -7,6 +7,7 @@ once for all layers (`decode_plan.py`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,8 +18,15 @@ from teachllm.layers.attention_backends.triton import heads_of
 from teachllm.layers.dtypes import torch_dtype
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import LONGEST_DECODE
-from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
-from teachllm_kernels.selection import at, spans_of
+from teachllm_kernels.attention.decode_plan import DecodeKernel, DecodePlan, plan_decode
+from teachllm_kernels.selection import at, bound
+
+# By the names of `selection.CASES`: which kernel the plan of decodes alone is for.
+_DECODES: Mapping[str, DecodeKernel] = {
+    "fused_paged_decode": "fused_paged_decode",
+    "hopper_decode": "hopper_decode",
+    "rope_kv_write + paged_decode": "paged_decode",
+}
 
 
 @dataclass(slots=True)
@@ -71,8 +79,6 @@ class GPUAttention:
         plans: of their decodes, by window; none where the backend splits no decodes.
     """
 
-    _FUSED = frozenset({"fused_paged_decode", "hopper_decode"})  # by the names of `selection.CASES`
-
     def __init__(self, needs: AttentionNeeds, backend: AttentionBackend, batch: DeviceBatch, decode_len: int) -> None:
         self.backend = backend
         self._batch, self._num_kv_heads = batch, needs.num_kv_heads
@@ -81,8 +87,7 @@ class GPUAttention:
             return
         dtype, group = torch_dtype(needs.dtype), needs.num_heads // needs.num_kv_heads
         heads = heads_of(batch.device, dtype, needs.head_size, group, needs.block_size)
-        self._kernels = tuple((most, case.kernel) for most, case in spans_of("decode", heads))
-        on_hopper = any(kernel == "hopper_decode" for _, kernel in self._kernels)
+        self._kernels = bound("decode", heads, _DECODES)
         self.plans = {
             window: DecodePlan.allocate(
                 max_seqs=batch.num_known.shape[0],
@@ -91,7 +96,6 @@ class GPUAttention:
                 head_size=needs.head_size,
                 device=batch.device,
                 max_query_len=min(decode_len, LONGEST_DECODE),
-                on_hopper=on_hopper,
             )
             for window in needs.windows
         }
@@ -104,9 +108,10 @@ class GPUAttention:
         """
         count, num_seqs, tree = tokens.num_decodes, tokens.rows.shape[0], self._batch.tree
         fits = count == num_seqs and tokens.decode_len == 1 and tokens.first_place is None
-        is_fused = can_fuse and fits and self.backend.splits_decodes and self._fuses(num_seqs)
+        may_fuse = can_fuse and fits and self.backend.splits_decodes
+        kernel: DecodeKernel = self.kernel_of(num_seqs) if may_fuse else "paged_decode"
         if count:
-            self._plan(tokens, is_fused)
+            self._plan(tokens, kernel)
         first_prompt = count if tokens.num_decode_tokens is None else tokens.num_decode_tokens
         return AttentionMetadata(
             query_start=tokens.query_start,
@@ -120,20 +125,20 @@ class GPUAttention:
             num_decodes=count,
             decode_len=tokens.decode_len,
             num_decode_tokens=tokens.input_ids.shape[0] if count == num_seqs else tokens.num_decode_tokens,
-            is_fused=is_fused,
+            is_fused=kernel != "paged_decode",
             prefill_start=tokens.query_start[count:] - first_prompt if count < num_seqs else None,
             decode_plans=self.plans,
             tree=None if tree is None or tokens.first_place is None else tree.sees,
             first_place=tokens.first_place or 0,
         )
 
-    def _fuses(self, num_seqs: int) -> bool:
-        """Return whether one kernel norms, rotates and writes K and V of so many decodes, and attends."""
-        return at(self._kernels, num_seqs) in self._FUSED
+    def kernel_of(self, num_seqs: int) -> DecodeKernel:
+        """Return the kernel for a step of so many decodes alone; all but `paged_decode` norm, rotate and write KV."""
+        return at(self._kernels, num_seqs)
 
-    def _plan(self, tokens: FlatBatch, is_fused: bool) -> None:
+    def _plan(self, tokens: FlatBatch, kernel: DecodeKernel) -> None:
         count = tokens.num_decodes
         seq_lens, query_start, rows = tokens.seq_lens[:count], tokens.query_start[: count + 1], tokens.rows[:count]
         for window, plan in self.plans.items():
             seen = None if window is None else window + (tokens.first_place or 0) + tokens.decode_len - 1
-            plan_decode(plan, seq_lens, query_start, rows, self._num_kv_heads, window=seen, fused=is_fused)
+            plan_decode(plan, seq_lens, query_start, rows, self._num_kv_heads, window=seen, kernel=kernel)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from teachllm_kernels.attention import kv_quantization
-from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
+from teachllm_kernels.attention.decode_plan import DecodeKernel, DecodePlan, plan_decode
 from teachllm_kernels.attention.kv_quantization import (
     KVScales,
     as_bytes,
@@ -96,15 +96,14 @@ def plan_for(
     num_heads: int,
     max_query_len: int,
     window: int | None,
-    fused: bool = False,
-    on_hopper: bool = False,
+    kernel: DecodeKernel = "paged_decode",
     num_before: int = 0,
 ) -> DecodePlan:
     """Plan a launch; `num_before` nodes of a draft tree are in the cache already."""
     _, _, num_kv_heads, head_size = batch.k_cache.shape
-    plan = DecodePlan.allocate(len(batch.rows), num_heads, num_kv_heads, head_size, DEVICE, max_query_len, on_hopper)
+    plan = DecodePlan.allocate(len(batch.rows), num_heads, num_kv_heads, head_size, DEVICE, max_query_len)
     seen = None if window is None else window + num_before + max_query_len - 1
-    plan_decode(plan, batch.seq_lens, batch.query_start, batch.rows, num_kv_heads, seen, fused)
+    plan_decode(plan, batch.seq_lens, batch.query_start, batch.rows, num_kv_heads, seen, kernel)
     return plan
 
 
@@ -184,7 +183,7 @@ def check_fused(lens: list[int], kind: Kind, has_norm: bool, on_hopper: bool = F
     )
     for cache in (batch.k_cache, batch.v_cache):  # what is written may not be read before
         as_bytes(cache).flatten(0, 1)[slots] = torch.nan if kv_dtype is None else 127
-    plan = plan_for(batch, num_heads, 1, window, True, on_hopper)
+    plan = plan_for(batch, num_heads, 1, window, "hopper_decode" if on_hopper else "fused_paged_decode")
     before = qkv.clone()
     out = fused_paged_decode(
         qkv,

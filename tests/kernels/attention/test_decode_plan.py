@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
 from teachllm_kernels.attention import decode_plan
-from teachllm_kernels.attention.decode_plan import TILE, DecodePlan, decode_shape, max_splits, plan_decode
+from teachllm_kernels.attention.decode_plan import TILE, DecodeKernel, DecodePlan, decode_shape, max_splits, plan_decode
 from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []  # natively where there is a GPU, else interpreted
@@ -20,8 +22,7 @@ MAX_SEQS = 16
     window=[None, 100],
     num_kv_heads=[1, 8],
     multiprocessors=[2, 10, *per_device([], [128])],
-    fused=[False, True],
-    on_hopper=[False, True],
+    kernel=get_args(DecodeKernel),
 )
 def test_every_visible_key_is_in_one_split(
     longest: int,
@@ -29,19 +30,18 @@ def test_every_visible_key_is_in_one_split(
     window: int | None,
     num_kv_heads: int,
     multiprocessors: int,
-    fused: bool,
-    on_hopper: bool,
+    kernel: DecodeKernel,
 ) -> None:
     lens = [longest, *(torch.rand(num_seqs - 1).pow(3) * longest).int().tolist()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_plan, "_MULTIPROCESSORS", multiprocessors)
-        plan = DecodePlan.allocate(MAX_SEQS, 8, num_kv_heads, 16, DEVICE, on_hopper=on_hopper)
+        plan = DecodePlan.allocate(MAX_SEQS, 8, num_kv_heads, 16, DEVICE)
         plan.items.fill_(-77)
         rows = torch.randperm(MAX_SEQS, dtype=torch.int32)[: len(lens)].to(DEVICE)
         starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=DEVICE)
         seq_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
-        plan_decode(plan, seq_lens, starts, rows, num_kv_heads, window, fused)
-        bound = max_splits(len(lens), num_kv_heads, decode_shape(len(lens), num_kv_heads, fused, on_hopper))
+        plan_decode(plan, seq_lens, starts, rows, num_kv_heads, window, kernel)
+        bound = max_splits(len(lens), num_kv_heads, decode_shape(len(lens), num_kv_heads, kernel))
     items = plan.items.tolist()[:bound]
     read: dict[int, list[tuple[int, int]]] = {}
     for index, (seq, row, token, begin, end, length, first, num_splits) in enumerate(items):

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from teachllm_kernels._hopper import has_hopper
 from teachllm_kernels.attention import decode_plan
-from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
-from teachllm_kernels.attention.hopper_decode import fits_hopper_decode
+from teachllm_kernels.attention.decode_plan import DecodeKernel, DecodePlan, plan_decode
+from teachllm_kernels.attention.hopper_decode import takes_decode_heads
 from teachllm_kernels.attention.hopper_prefill import hopper_prefill
 from teachllm_kernels.attention.kv_quantization import LARGEST, KVScales, dequantize_kv_reference, quantize_kv_reference
 from teachllm_kernels.attention.paged_attention import paged_attention_cpu, paged_attention_reference
@@ -35,7 +36,9 @@ KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SCALE = HEAD_SIZE**-0.5
 
 on_hopper = pytest.mark.skipif(
-    not fits_hopper_decode(DEVICE, DTYPE, HEAD_SIZE, NUM_HEADS // NUM_KV_HEADS, BLOCK_SIZE), reason="needs a Hopper GPU"
+    DTYPE.itemsize != 2
+    or not (takes_decode_heads(HEAD_SIZE, NUM_HEADS // NUM_KV_HEADS, BLOCK_SIZE) and has_hopper(DEVICE)),
+    reason="needs a Hopper GPU",
 )
 
 
@@ -113,19 +116,19 @@ def on_device(at: Context) -> OnDevice:
     return OnDevice(rows, start, torch.full_like(rows, len(at.k)))
 
 
-def planned(at: Context, fused: bool, hopper: bool) -> DecodePlan:
+def planned(at: Context, kernel: DecodeKernel) -> DecodePlan:
     (rows, starts, lens), num_kv_heads = on_device(at), at.k.shape[1]
-    plan = DecodePlan.allocate(1 + hopper, at.q.shape[1], num_kv_heads, HEAD_SIZE, DEVICE, on_hopper=hopper)
-    if hopper:  # which is for two sequences and more
+    plan = DecodePlan.allocate(2, at.q.shape[1], num_kv_heads, HEAD_SIZE, DEVICE)
+    if kernel == "hopper_decode":  # which is for two sequences and more
         lens, rows, starts = lens.repeat(2), rows.repeat(2), torch.arange(3, dtype=torch.int32, device=DEVICE)
-    plan_decode(plan, lens, starts, rows, num_kv_heads, fused=fused)
+    plan_decode(plan, lens, starts, rows, num_kv_heads, kernel=kernel)
     return plan
 
 
 def by_decode(at: Context, kv: Any, scales: KVScales | None) -> torch.Tensor:
     order = tables(len(at.k), DEVICE)
     k_cache, v_cache, start = paged(kv[0], order), paged(kv[1], order), on_device(at).query_start
-    plan = planned(at, False, False)
+    plan = planned(at, "paged_decode")
     return paged_decode_triton(at.q, k_cache, v_cache, order[None], start, plan, SCALE, scales=scales)
 
 
@@ -143,7 +146,7 @@ def by_fused_decode(at: Context, kv: Any, scales: KVScales | None, hopper: bool 
         k_cache=paged(kv[0], order),
         v_cache=paged(kv[1], order),
         block_tables=order[None].repeat(num_seqs, 1),
-        plan=planned(at, True, hopper),
+        plan=planned(at, "hopper_decode" if hopper else "fused_paged_decode"),
         scale=SCALE,
         scales=scales,
     )

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachllm_kernels.attention import decode_plan, hopper_decode, kv_quantization
+from teachllm_kernels._hopper import has_hopper
+from teachllm_kernels.attention import decode_plan, kv_quantization
 from teachllm_kernels.attention.decode_tile import add_tile
-from teachllm_kernels.attention.hopper_decode import fits_hopper_decode
+from teachllm_kernels.attention.hopper_decode import takes_decode_heads
 from tests.kernels.attention.decode_cases import (
     FP8,
     INT8,
@@ -172,9 +173,7 @@ HOPPER_KINDS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not ON_GPU or not fits_hopper_decode(DEVICE, torch.bfloat16, 128, 2, 16), reason="needs a Hopper card"
-)
+@pytest.mark.skipif(not ON_GPU or not has_hopper(DEVICE), reason="needs a Hopper card")
 @settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 150), min_size=1, max_size=20),
@@ -189,9 +188,8 @@ def test_fused_on_hopper(lens: list[int], longest: int, kind: Kind, has_norm: bo
         check_fused([*lens, longest], kind, has_norm, on_hopper=True)
 
 
-def test_hopper_copies_do_not_cross_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_decode, "has_hopper", lambda device: True)
-    fitting = [size for size in (1, 8, 16, 20, 24, 32, 48, 100, 256) if fits_hopper_decode(DEVICE, HALF, 128, 2, size)]
+def test_hopper_copies_do_not_cross_blocks() -> None:
+    fitting = [size for size in (1, 8, 16, 20, 24, 32, 48, 100, 256) if takes_decode_heads(128, 2, size)]
     assert fitting == [16, 32, 48, 256]
 
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teachllm_kernels._hopper import has_hopper
 from teachllm_kernels._triton import triton
 from teachllm_kernels.attention import kv_quantization
-from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill
 from teachllm_kernels.attention.paged_prefill import paged_prefill_triton
 from teachllm_kernels.attention.prefill_plan import plan_prefill
 from tests.kernels.attention.prefill_cases import TOLERANCE, Shape, check, draw_inputs, expected, prefill_on_hopper
@@ -49,7 +49,7 @@ def shapes(draw: st.DrawFn, dtypes: list[torch.dtype], longest: int) -> Shape:
     )
 
 
-HAS_HOPPER = fits_hopper_prefill(DEVICE, torch.float16, 128, 1, 16)
+HAS_HOPPER = has_hopper(DEVICE)
 ON_HOPPER = [prefill_on_hopper, partial(prefill_on_hopper, longest=10_000)]  # tiles of 64 and of 128 keys
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 PREFILLS = [paged_prefill_triton, *(pytest.param(prefill, marks=needs_hopper) for prefill in ON_HOPPER)]

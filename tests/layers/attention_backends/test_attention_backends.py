@@ -20,8 +20,8 @@ from teachllm.layers.attention_backends.invariant import InvariantBackend
 from teachllm.layers.attention_backends.reference import REFERENCE
 from teachllm.layers.attention_backends.triton import TritonBackend
 from teachllm_kernels.attention import decode_plan
-from teachllm_kernels.attention.hopper_prefill import fits_hopper_prefill
 from teachllm_kernels.attention.paged_attention import paged_attention_reference
+from teachllm_kernels.selection import case_of
 from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
 from tests.layers.attention_backends.attention_cases import (
     BLOCK_SIZE,
@@ -54,7 +54,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def prompts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose the kernel for prompts: the one for as few as there are here, or, on a Hopper, the one for many."""
     if not request.param:
-        if not fits_hopper_prefill(DEVICE, DTYPE, HEAD_SIZE, HEADS // KV_HEADS, BLOCK_SIZE):
+        heads = triton.heads_of(DEVICE, DTYPE, HEAD_SIZE, HEADS // KV_HEADS, BLOCK_SIZE)
+        if "hopper_prefill" not in case_of("prefill", heads, 1).kernel:
             pytest.skip("needs a Hopper GPU")
         monkeypatch.setattr(triton, "SHORT", 0)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from teachllm.layers import embedding, moe
 from teachllm.layers.attention_backends import triton
@@ -23,7 +24,7 @@ from teachllm.layers.weights.gpu_scaled_weight import GPUScaledWeight
 from teachllm.layers.weights.quantized_weights import Activations, GroupedWeight, ScaledWeight
 from teachllm_kernels import selection
 from teachllm_kernels.kernel_list import KERNELS
-from teachllm_kernels.selection import AS_PRODUCT, CASES, MANY, Case, Form, Op, anything
+from teachllm_kernels.selection import AS_PRODUCT, CASES, MANY, Case, Form, Op, anything, case_of, replaced_table
 from tests.layers.attention_backends.attention_cases import FULL, Batch
 
 NUM_IN, NUM_OUT, DTYPE = 256, 64, torch.bfloat16
@@ -39,7 +40,7 @@ FUNCTIONS = {
 
 def functions(kernel: str, form: Form) -> list[str]:
     """What is called, in this order, where the table says `kernel`."""
-    if form == "weight_only":
+    if form == "fp8_weight_only":
         return ["weight_only_triton"]
     if form == "experts" and kernel == "library":
         return ["grouped_gated_reference", "grouped_down_reference"]
@@ -67,8 +68,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for name in set(vars(module)):
             if name.endswith(("_triton", "_reference")) or name.startswith(("hopper_", "scaled_mm", "packed_linear")):
                 monkeypatch.setattr(module, name, spy(name))
-    for kernel, function in dense_weight._PRODUCTS.items():
-        monkeypatch.setitem(dense_weight._PRODUCTS, kernel, spy(function.__name__))  # type: ignore[arg-type]
+    for kernel, function in dense_weight.PRODUCTS.items():
+        monkeypatch.setitem(dense_weight.PRODUCTS, kernel, spy(function.__name__))  # type: ignore[arg-type]
     monkeypatch.setattr(base, "silu_and_mul", spy("silu_and_mul"))
     monkeypatch.setattr(torch.Tensor, "addmm_", spy("addmm_"))
     monkeypatch.setattr(gpu_scaled_weight, "quantize_rows", lambda x, *how: gpu_scaled_weight.QuantizedRows(x, x))
@@ -89,7 +90,7 @@ def made(form: Form) -> Any:
     if form == "experts":
         with NOWHERE:
             return Experts(NUM_IN, range(2), NUM_OUT)
-    how = Activations.UNQUANTIZED if form == "weight_only" else Activations.BY_TOKEN
+    how = Activations.UNQUANTIZED if form == "fp8_weight_only" else Activations.BY_TOKEN
     return GPUScaledWeight(ScaledWeight(values.view(torch.float8_e4m3fn), scales.float(), how), DTYPE)
 
 
@@ -118,14 +119,12 @@ PRODUCTS = [
 
 
 @pytest.mark.parametrize(("op", "form", "kernel"), PRODUCTS)
-def test_a_layer_launches_what_the_table_names(
-    op: Op, form: Form, kernel: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_launches_what_the_table_names(op: Op, form: Form, kernel: str, launched: list[str]) -> None:
     case = Case((op,), (1, MANY), "any", form, "any", anything, kernel, "a test says so")
-    monkeypatch.setattr(selection, "CASES", (case, *CASES))
-    run(made(form), op, 1 if op == "one_row" else 5)
+    with replaced_table((case, *CASES)):
+        run(made(form), op, 1 if op == "one_row" else 5)
     if kernel == AS_PRODUCT:
-        product = functions(selection.case_of("product", made(form).operands, 1).kernel, form)
+        product = functions(case_of("product", made(form).operands, 1).kernel, form)
         assert launched == [*product, *(["silu_and_mul"] if op == "gated" else [])]
     else:
         routing = ["group_triton", "combine_triton", "group_reference", "combine_reference"]
@@ -137,15 +136,15 @@ def test_every_kernel_of_the_table_is_launched_by_some_layer() -> None:
     assert {name for name, kernel in KERNELS.items() if kernel.group != "attention"} - tried == {"rope_kv_write"}
 
 
-def test_a_finished_weight_does_not_read_the_table_again(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_weight_does_not_read_the_table_again(launched: list[str]) -> None:
     layer = Linear(NUM_IN, {"gate": NUM_OUT}).to("meta", DTYPE)
-    monkeypatch.setattr(selection, "CASES", ())
-    for num_rows, kernel in ((16, "skinny_gemm_triton"), (17, "linear_reference")):
-        launched.clear()
-        layer(torch.empty(num_rows, NUM_IN, dtype=DTYPE, device=NOWHERE))
-        assert launched == [kernel]
-    with pytest.raises(LookupError, match="no kernel for product of 1 rows"):
-        layer.finish()
+    with replaced_table(()):
+        for num_rows, kernel in ((16, "skinny_gemm_triton"), (17, "linear_reference")):
+            launched.clear()
+            layer(torch.empty(num_rows, NUM_IN, dtype=DTYPE, device=NOWHERE))
+            assert launched == [kernel]
+        with pytest.raises(LookupError, match="no kernel for product of 1 rows"):
+            layer.finish()
 
 
 def test_what_is_set_before_or_after_a_weight_is_finished_counts(launched: list[str]) -> None:
@@ -174,10 +173,10 @@ def test_a_weight_on_a_cpu_multiplies_as_the_table_says_of_floats(
         assert launched == [kernel]
 
 
+@pytest.mark.parametrize("op", selection.PREFILLS)
 @pytest.mark.parametrize("kernel", ["rope_kv_write + hopper_prefill", "rope_kv_write + paged_prefill"])
-def test_prompts_are_attended_to_as_the_table_says(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(("short_prefill",), (1, MANY), "any", "heads", "any", anything, kernel, "")
-    monkeypatch.setattr(selection, "CASES", (case,))
+def test_prompts_are_attended_to_as_the_table_says(op: Op, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case((op,), (1, MANY), "any", "heads", "any", anything, kernel, "")
     used: list[str] = []
     monkeypatch.setattr(triton, "plan_prefill", lambda *where: "plan")
     monkeypatch.setattr(triton, "hopper_prefill", lambda *where: used.append("rope_kv_write + hopper_prefill"))
@@ -185,10 +184,18 @@ def test_prompts_are_attended_to_as_the_table_says(kernel: str, monkeypatch: pyt
         triton, "paged_prefill_triton", lambda *where, **how: used.append("rope_kv_write + paged_prefill")
     )
     batch = Batch([(9, 0)])
-    triton._kernels.cache_clear()
-    TritonBackend().attend(batch.q, batch.k, batch.v, batch.kv_cache, batch.metadata, FULL)
-    triton._kernels.cache_clear()
+    if op == "prefill":  # in a graph
+        batch.metadata.query_lens = batch.metadata.kv_lens = []
+    with replaced_table((case,)):
+        TritonBackend().attend(batch.q, batch.k, batch.v, batch.kv_cache, batch.metadata, FULL)
     assert used == [kernel]
+
+
+def test_a_kernel_that_prompts_cannot_take_is_refused() -> None:
+    batch = Batch([(9, 0)])
+    case = Case(("short_prefill",), (1, MANY), "any", "heads", "any", anything, "hopper_decode", "")
+    with replaced_table((case,)), pytest.raises(LookupError, match="hopper_decode"):
+        TritonBackend().attend(batch.q, batch.k, batch.v, batch.kv_cache, batch.metadata, FULL)
 
 
 def test_one_row_takes_the_norm_along_only_where_a_kernel_does(launched: list[str]) -> None:
@@ -198,8 +205,42 @@ def test_one_row_takes_the_norm_along_only_where_a_kernel_does(launched: list[st
     assert launched == ["packed_gemv_triton"] and weight.fuses_one_row
 
 
+def test_a_layer_fuses_one_row_where_the_table_names_a_kernel_even_if_it_launches_the_same() -> None:
+    assert made("fp8_weight_only").fuses_one_row
+    case = Case(("one_row",), (1, 1), "any", "fp8_weight_only", "any", anything, AS_PRODUCT, "a test says so")
+    with replaced_table((case, *CASES)):
+        assert not made("fp8_weight_only").fuses_one_row
+
+
 def test_what_has_moved_to_another_device_takes_the_kernels_of_that_device() -> None:
     for layer in (DenseWeight(torch.zeros(NUM_OUT, NUM_IN)), Embedding(NUM_OUT, NUM_IN), Experts(8, range(2), 8)):
         assert layer.operands.card == "cpu"
         layer.to("meta", DTYPE)
         assert (layer.operands.card, layer.operands.dtype) == ("gpu", DTYPE)
+
+
+@pytest.mark.parametrize("make", [lambda: Linear(NUM_IN, {"o_proj": NUM_OUT}), lambda: Embedding(NUM_OUT, NUM_IN)])
+def test_what_is_loaded_by_assignment_takes_the_kernels_of_its_new_device(make: Callable[[], nn.Module]) -> None:
+    with NOWHERE:
+        layer = make()
+    bound = layer.weight if isinstance(layer, Linear) else layer
+    assert bound.operands.card == "gpu"  # type: ignore[union-attr]
+    layer.load_state_dict({name: torch.zeros(x.shape) for name, x in layer.state_dict().items()}, assign=True)
+    assert bound.operands.card == "cpu"  # type: ignore[union-attr]
+
+
+def test_no_row_is_fused_on_a_cpu() -> None:
+    large, small = (DenseWeight(torch.ones(size, 256)) for size in (256, 16))
+    for weight in (large, small):
+        weight.finish()
+        assert not weight.fuses_one_row
+        assert torch.equal(weight.one_row(torch.ones(1, 256), None), torch.full((1, weight.num_out), 256.0))
+    assert large.packed is not None and small.packed is None
+
+
+def test_what_is_finished_says_that_it_has_no_tensors_of_a_checkpoint_any_more() -> None:
+    layer = Linear(256, {"o_proj": 256})
+    assert [name for name, _ in layer.checkpoint_tensors("attn.o_proj")] == ["attn.o_proj.weight"]
+    layer.finish()
+    with pytest.raises(RuntimeError, match=r"^attn\.o_proj is finished: "):
+        list(layer.checkpoint_tensors("attn.o_proj"))

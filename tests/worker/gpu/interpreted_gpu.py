@@ -98,7 +98,7 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CausalLM, "fuses_decodes", False)
     # A launch is as large as the GPU, its work as small as a test.
     patch.setattr(decode_plan, "_MULTIPROCESSORS", times(2, 8))
-    patch.setattr(GPUAttention, "_fuses", lambda attention, num_seqs: False)
+    patch.setattr(GPUAttention, "kernel_of", lambda attention, num_seqs: "paged_decode")
     patch.setattr(gpu_model_runner, "select_backend", lambda *needs: TritonBackend())
     patch.setattr(gpu_model_runner, "Graphs", _Graphs)
     patch.setattr(sampler, "draws_by_kernel", lambda device: device == INTERPRETED)

@@ -341,7 +341,7 @@ def test_buffers_are_those_of_the_runner(tmp_path: Path) -> None:
     with dry_run(HOPPER), LiveBytes("meta") as live:
         kept = (
             DeviceBatch(256, 20480, 16, 16384 + 256, NOWHERE),
-            DecodePlan.allocate(256, 32, 8, 128, NOWHERE, on_hopper=True),
+            DecodePlan.allocate(256, 32, 8, 128, NOWHERE),
         )
     assert kept
     sampler = 256 * 72  # the parameters of a row

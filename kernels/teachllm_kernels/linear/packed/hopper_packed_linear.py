@@ -45,7 +45,7 @@ from teachllm_kernels.linear.packed.hopper_packed_operands import (
 from teachllm_kernels.linear.packed.packed_dequantize import conversion
 from teachllm_kernels.linear.packed.packed_weight import PackedWeight, cost, packed_linear_reference
 
-__all__ = ["MAX_ROWS", "cost", "hopper_packed_linear", "is_fit", "packed_linear_reference", "takes_groups"]
+__all__ = ["MAX_ROWS", "cost", "hopper_packed_linear", "packed_linear_reference", "takes_groups"]
 
 MAX_ROWS = 256
 _MOST = 128  # rows per program
@@ -264,13 +264,6 @@ def _stages(rows: int, stripes: int, turns: int, weight: PackedWeight, tiles: in
     return min(tiles, ((_SHARED - rest) // stage) // turns * turns, _MAX_STAGES // turns * turns)
 
 
-def is_fit(x: torch.Tensor, weight: PackedWeight, gated: bool) -> bool:
-    """Return whether this kernel supports such rows and such a weight, on a card that has it."""
-    group_size = weight.group_size if weight.scales.shape[1] > 1 else 0
-    fits = x.shape[0] <= MAX_ROWS and weight.num_in % 8 == 0 and weight.num_out % 16 == 0 and weight.is_gated == gated
-    return fits and takes_groups(x.dtype, group_size, weight.scales.element_size(), weight.is_e2m1)
-
-
 def takes_groups(dtype: torch.dtype, group_size: int, scale_bytes: int, is_e2m1: bool) -> bool:
     """Return whether this kernel supports such groups.
 
@@ -292,8 +285,15 @@ def hopper_packed_linear(
     gated: bool = False,
     parts: bool = False,
 ) -> torch.Tensor:
-    """Compute `packed_linear_triton`, for what `is_fit` accepts."""
-    assert is_fit(x, weight, gated) and x.shape[1] == weight.num_in and not (gated and parts)
+    """Compute `packed_linear_triton` for at most `MAX_ROWS` rows.
+
+    Args:
+        weight: inputs are a multiple of 8, outputs of 16, and `takes_groups` accepts its groups.
+    """
+    assert x.shape[0] <= MAX_ROWS and x.shape[1] == weight.num_in and not (gated and parts)
+    assert weight.num_in % 8 == 0 and weight.num_out % 16 == 0 and weight.is_gated == gated
+    group_size = weight.group_size if weight.scales.shape[1] > 1 else 0
+    assert takes_groups(x.dtype, group_size, weight.scales.element_size(), weight.is_e2m1)
     num_rows, num_out = x.shape[0], weight.num_out // (2 if gated else 1)
     tiling = _tiling(num_rows, weight, parts)
     shape = (tiling.splits, num_rows, num_out) if parts else (num_rows, num_out)

@@ -16,40 +16,26 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from teachllm_kernels._hopper import capability
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
 from teachllm_kernels.linear.scaled.scaled_reference import cost, scale_kind
 from teachllm_kernels.quantize_rows import GROUP, QuantizedRows
 from teachllm_kernels.silu_and_mul import silu_and_mul
 
-__all__ = ["cost", "fits_scaled_mm", "library_multiplies", "scaled_mm"]
+__all__ = ["cost", "library_multiplies", "scaled_mm"]
 
-_INTEGER_ROWS = 17  # at least this many rows of x for integer products
-_FLOAT_ROWS = 256  # the same for e4m3: with fewer, cuBLAS has no algorithm for some shapes
 _BLOCK = 1024
 
 
-def fits_scaled_mm(x: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor) -> bool:
-    """Return whether the library has such a product on this card."""
-    (num_rows, num_in), is_e4m3 = x.values.shape, weight.dtype != torch.int8
-    if not weight.is_cpu and num_rows < (_FLOAT_ROWS if is_e4m3 else _INTEGER_ROWS):
-        return False
-    has_blocks = scale_kind(weight, scales) == "block"
-    return library_multiplies(capability(weight.device), num_in, weight.shape[0], is_e4m3, has_blocks)
+def library_multiplies(capability: tuple[int, int], num_in: int, num_out: int, is_e4m3: bool, has_blocks: bool) -> bool:
+    """Return whether a GPU's library multiplies such a weight by many rows.
 
-
-def library_multiplies(
-    capability: tuple[int, int] | None, num_in: int, num_out: int, is_e4m3: bool, has_blocks: bool
-) -> bool:
-    """Return whether the library multiplies such a weight by many rows.
+    With few rows it has no algorithm for some shapes: integers take 17 rows or more, e4m3 256.
 
     Args:
-        capability: of the card; None: a CPU.
+        capability: the card's compute capability.
         is_e4m3: the weight is e4m3; otherwise int8.
         has_blocks: it has scales of blocks.
     """
-    if capability is None:
-        return not is_e4m3 and not has_blocks
     if num_in % 16 or num_out % 16:
         return False
     if not is_e4m3:
@@ -68,7 +54,7 @@ def scaled_mm(
     dtype: torch.dtype = torch.bfloat16,
     fast: bool = True,
 ) -> torch.Tensor:
-    """Compute `scaled_linear_reference`, for what `fits_scaled_mm` accepts.
+    """Compute `scaled_linear_reference`, where `library_multiplies`; a CPU multiplies integers without blocks.
 
     If gated, the product is rounded before it is gated, except for integers.
 

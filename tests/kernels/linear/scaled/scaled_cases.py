@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from teachllm_kernels.dry_run import compute_capability
 from teachllm_kernels.linear.hopper_linear import hopper_scaled_linear
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
-from teachllm_kernels.linear.scaled.scaled_reference import scaled_linear_reference
+from teachllm_kernels.linear.scaled.scaled_mm import library_multiplies
+from teachllm_kernels.linear.scaled.scaled_reference import scale_kind, scaled_linear_reference
 from teachllm_kernels.quantize_rows import GROUP, QuantizedRows, quantize_rows_reference
 from tests.kernels.cases import DEVICE, ON_GPU
 
@@ -100,3 +102,15 @@ def check_many_rows_on_hopper(
         y, scaled_linear_reference(x, weight, scales, bias, gated), tolerance(quantized_dtype, torch.bfloat16, gated)
     )
     assert torch.equal(y, hopper_scaled_mm(x, weight, scales, bias, gated, level=level))
+
+
+def library_takes(x: QuantizedRows, weight: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Return whether the library has such a product on this card; for fewer rows than here it lacks some shapes."""
+    (num_rows, num_in), is_e4m3 = x.values.shape, weight.dtype != torch.int8
+    has_blocks = scale_kind(weight, scales) == "block"
+    if weight.is_cpu:
+        return not is_e4m3 and not has_blocks
+    card = compute_capability(weight.device)
+    return num_rows >= (256 if is_e4m3 else 17) and library_multiplies(
+        card, num_in, weight.shape[0], is_e4m3, has_blocks
+    )

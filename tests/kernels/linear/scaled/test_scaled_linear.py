@@ -16,7 +16,7 @@ from teachllm_kernels.linear.scaled import scaled_gemv, scaled_linear
 from teachllm_kernels.linear.scaled.hopper_scaled_mm import hopper_scaled_mm
 from teachllm_kernels.linear.scaled.scaled_gemv import scaled_gemv_reference, scaled_gemv_triton
 from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, weight_only_triton
-from teachllm_kernels.linear.scaled.scaled_mm import fits_scaled_mm, scaled_mm
+from teachllm_kernels.linear.scaled.scaled_mm import scaled_mm
 from teachllm_kernels.linear.scaled.scaled_reference import scale_kind, scaled_linear_reference, weight_only_reference
 from teachllm_kernels.quantize_rows import GROUP, QuantizedRows, quantize_rows_reference
 from tests.kernels.cases import DEVICE, ON_GPU, pairs, per_device
@@ -29,6 +29,7 @@ from tests.kernels.linear.scaled.scaled_cases import (
     bias_of,
     check_few_rows_on_hopper,
     check_many_rows_on_hopper,
+    library_takes,
     outputs_of,
     rows_of,
     tolerance,
@@ -218,7 +219,7 @@ def test_products_of_integers_are_exact() -> None:
     ways.append(
         torch.cat([scaled_gemv_triton(row_of(x, i), weight, ones, dtype=torch.float32) for i in range(num_rows)])
     )
-    if fits_scaled_mm(x, weight, ones):
+    if library_takes(x, weight, ones):
         ways.append(scaled_mm(x, weight, ones, dtype=torch.float32))
     if ON_HOPPER:
         ways.append(hopper_scaled_linear(x, weight, ones, parts=True).sum(0))
@@ -371,7 +372,7 @@ def test_products_of_the_library(
 ) -> None:
     weight, scales = weight_of(shape[1], shape[0], quantized_dtype, kind)
     x = rows_of(num_rows, shape[0], quantized_dtype, kind)
-    if not fits_scaled_mm(x, weight, scales):
+    if not library_takes(x, weight, scales):
         pytest.skip("there is none")
     for gated in (False, True):
         bias = bias_of(shape[1], torch.bfloat16) if kind == "output" else None
