@@ -11,6 +11,7 @@ import torch
 from teachllm_kernels import dry_run as module
 from teachllm_kernels._hopper import has_hopper
 from teachllm_kernels._triton import HAS_GLUON, launch_options, triton
+from teachllm_kernels.attention.kv_quantization import has_fp8
 from teachllm_kernels.dry_run import compute_capability, dry_run, per_device
 from teachllm_kernels.rms_norm import rms_norm_triton
 
@@ -108,13 +109,32 @@ def test_the_meta_device_is_the_named_card_and_no_card_outside() -> None:
     assert answers() == ((0, 0), False, False)
 
 
-def test_a_device_is_asked_once_and_the_meta_device_once_in_each_dry_run() -> None:
-    asked: list[torch.device] = []
-    ask = per_device(asked.append)
+def test_a_device_is_asked_once_and_the_meta_device_once_for_each_card() -> None:
+    asked: list[tuple[torch.device, tuple[int, int]]] = []
+    ask = per_device(lambda device: asked.append((device, compute_capability(device))))
     for _ in range(2):
         ask(CPU), ask(META)
-    assert asked == [CPU, META]
-    with dry_run((9, 0)):
-        ask(META), ask(META)
+    assert asked == [(CPU, (0, 0)), (META, (0, 0))]
+    for card in ((9, 0), (8, 0), (9, 0)):
+        with dry_run(card):
+            ask(META), ask(META), ask(CPU)
     ask(META)
-    assert asked[2:] == [META, META]
+    assert asked[2:] == [(META, (9, 0)), (META, (8, 0))]
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="has_hopper needs Gluon")
+@pytest.mark.parametrize("is_dry_first", [False, True])
+def test_a_thread_outside_and_a_dry_run_each_get_their_own_answer(is_dry_first: bool) -> None:
+    answers: list[tuple[bool, bool, bool]] = []
+
+    def ask() -> None:
+        answers.append((has_hopper(META), launch_options(META)["PDL"], has_fp8(META)))
+
+    with dry_run((9, 0)):
+        if is_dry_first:
+            ask()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        ask()
+    assert answers == [(True, True, True)] * is_dry_first + [(False, False, False), (True, True, True)]
