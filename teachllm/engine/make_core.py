@@ -32,7 +32,6 @@ from teachllm.trace.recorder import Recorder
 from teachllm.worker.cpu.model_runner import ModelRunner
 from teachllm.worker.device import select_device
 from teachllm.worker.executor import Executor, InProcessExecutor
-from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 from teachllm.worker.processes.multiprocess import MultiprocessExecutor, Peers
 from teachllm.worker.runner import Runner
 
@@ -86,6 +85,8 @@ def make_core(
         else:
             runner: Runner[Any]
             if device.type == "cuda":
+                from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
+
                 runner = GPUModelRunner(config, model, device, progress, model_drafter_config)
             else:
                 runner = ModelRunner(config, model, device, progress, model_drafter_config, **of_runner)

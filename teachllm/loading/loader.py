@@ -78,14 +78,8 @@ def load_model(
         fill_parts_randomly(own.checkpoint_tensors(), config.seed)
     else:
         fill_from_checkpoint(own, model_config, _elsewhere(own, model_config, schemes, ranks), progress)
-    own.finish()
-    finish(own, device)
+    finish_model(own, device, config.batch_invariant)
     _warn_of_fp8(own, model_config)
-    if device.type == "cpu":
-        own.pack_head()
-    for module in own.modules():
-        if isinstance(module, DenseWeight | Embedding | Experts):
-            module.is_fixed = config.batch_invariant
     own.eval().requires_grad_(False)
     return own
 
@@ -261,6 +255,17 @@ def _check_invariant(model_config: ModelConfig, device: torch.device) -> None:
         reason = "products of quantized weights add in an order that depends on the number of rows"
     if reason is not None:
         raise ModelError(f"batch_invariant=True does not hold here, {reason}: set batch_invariant=False")
+
+
+def finish_model(model: CausalLM, device: torch.device, batch_invariant: bool) -> None:
+    """Build the execution weights of a whole model, its output head's included, and bind their kernels."""
+    model.finish()
+    finish(model, device)
+    if device.type == "cpu":
+        model.pack_head()
+    for module in model.modules():
+        if isinstance(module, DenseWeight | Embedding | Experts):
+            module.is_fixed = batch_invariant
 
 
 def finish(model: nn.Module, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Share a machine's memory between weights, what steps need and KV blocks, before anything is loaded.
 
-On a GPU what steps need is predicted, then measured: see `worker/gpu/memory/`. On a CPU it is estimated.
+On a GPU what steps need is predicted, then measured: see `worker/gpu/memory/`, which a CPU's engine does not load. On a
+CPU it is estimated.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError, format_bytes
 from teachllm.layers.dtypes import dtype_bytes
 from teachllm.models.model_config import ModelConfig
 from teachllm.spec_decode.load import DrafterConfig
-from teachllm.worker.gpu.memory.measured import memory_table
-from teachllm.worker.gpu.memory.predicted import predict_needs
 from teachllm.worker.kv_cache import kv_cache_specs
 
 _CPU_DEFAULT_BYTES = 1 << 30
 
 
 def plan_memory(
-    config: EngineConfig, model: ModelConfig, device: torch.device, drafter: DrafterConfig | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    drafter: DrafterConfig | None = None,
+    needs: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
-    """Shares this machine's memory between weights, activations and KV blocks, before anything is loaded.
+    """Share this machine's memory between weights, activations and KV blocks, before anything is loaded.
 
     Args:
         config: resolved for this model.
         model: of several ranks, what one has.
         drafter: with weights, and layers under the same block ids.
+        needs: what steps need on a GPU, if it has been predicted already.
 
     Raises:
         ValueError: one sequence of `max_model_len` does not fit, or a size that was given does not; with the
@@ -46,22 +50,36 @@ def plan_memory(
     if drafter is not None:
         specs, weights = [*specs, *drafter.specs], weights + drafter.weight_bytes
     plan = MemoryPlan(0, weights, 0, specs, config.block_size, config.max_model_len)
-    if device.type == "cuda":
-        needs: dict[str, Any] = predict_needs(config, model, device, drafter)
-        plan = replace(plan, **needs)
+    if on_gpu:
+        if needs is None:
+            from teachllm.worker.gpu.memory.predicted import predict_needs
+
+            needs = predict_needs(config, model, device, drafter).needs
+        plan = _with_needs(plan, needs)
     else:
         plan = replace(plan, activations=_cpu_activation_bytes(config, model))
     return _with_budget(plan, config, free, device.type)
 
 
-def measured_plan(plan: MemoryPlan, config: EngineConfig, free: int, measured: Mapping[str, Any]) -> MemoryPlan:
-    """A GPU's plan again, with bytes that were measured in place of those predicted. Errors as in `plan_memory`.
+def measured_plan(plan: MemoryPlan, config: EngineConfig, free: int, measured: Mapping[str, int]) -> MemoryPlan:
+    """Return a GPU's plan with bytes that were measured in place of those predicted. Errors as in `plan_memory`.
 
     Args:
         free: bytes that were free when `plan` was made.
         measured: bytes by the names of the plan's fields.
     """
-    return _with_budget(replace(plan, **measured), config, free, "cuda")
+    return _with_budget(_with_needs(plan, measured), config, free, "cuda")
+
+
+def memory_table(plan: MemoryPlan) -> str:
+    """Return a plan's rows as lines of text."""
+    return "\n".join(f"  {what:<16}{amount:>12}  {why}" for what, amount, why in plan.rows())
+
+
+def _with_needs(plan: MemoryPlan, needs: Mapping[str, int]) -> MemoryPlan:
+    """Return the plan with other bytes in the fields that `needs` names."""
+    fields: dict[str, Any] = dict(needs)
+    return replace(plan, **fields)
 
 
 def _with_budget(plan: MemoryPlan, config: EngineConfig, free: int, device_type: str) -> MemoryPlan:
@@ -85,7 +103,7 @@ def _with_budget(plan: MemoryPlan, config: EngineConfig, free: int, device_type:
 
 
 def _check_given(config: EngineConfig, plan: MemoryPlan, free: int) -> None:
-    """Refuses a size that was given and is more than the machine has: zeros cost nothing until they are used."""
+    """Refuse a size that was given and is more than the machine has: zeros cost nothing until they are used."""
     given = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
     if given is None or plan.budget <= free:
         return
@@ -100,9 +118,9 @@ def _check_given(config: EngineConfig, plan: MemoryPlan, free: int) -> None:
 
 
 def _check_longest(config: EngineConfig, plan: MemoryPlan) -> None:
-    """Refuses a budget that cannot hold one sequence of `max_model_len`.
+    """Refuse a budget that cannot hold one sequence of `max_model_len`.
 
-    Names the largest length that fits, or what leaves no room for a KV cache at all.
+    The error names the largest length that fits, or what leaves no room for a KV cache at all.
     """
     if plan.num_tokens >= plan.max_model_len:
         return
@@ -122,14 +140,14 @@ def _check_longest(config: EngineConfig, plan: MemoryPlan) -> None:
 
 
 def _cpu_activation_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """An estimate for the largest step: a dozen hidden-size tensors, and float32 logits of every sequence."""
+    """Estimate the largest step: a dozen tensors of the hidden size, and float32 logits of every sequence."""
     assert config.max_num_seqs and config.max_num_batched_tokens
     hidden = 12 * config.max_num_batched_tokens * model.hidden_size * dtype_bytes(model.dtype)
     return hidden + 2 * config.max_num_seqs * model.vocab_size * 4
 
 
 def _free_ram() -> int:
-    """Bytes of main memory that can be had without swapping."""
+    """Return the bytes of main memory that can be had without swapping."""
     try:
         with open("/proc/meminfo") as meminfo:
             available = next(line for line in meminfo if line.startswith("MemAvailable"))

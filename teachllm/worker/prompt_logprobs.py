@@ -12,7 +12,10 @@ import torch
 
 from teachllm.core.scheduler_output import NewRow, ScheduledRequest, TokenLogprobs
 from teachllm.sampling.sampler import Sampler
-from teachllm.worker.gpu.memory.sampling_needs import SAMPLED_AT_ONCE
+
+# The number of rows that are scored together, or sampled together where the sampler's general way is taken. A row takes
+# 9 MiB for a vocabulary of 150,000: with twice as many, a small model would need more to sample than to compute.
+SAMPLED_AT_ONCE = 16
 
 
 class PromptLogprobs:

@@ -23,7 +23,6 @@ from teachllm.spec_decode.load import load_drafter_config
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.cpu.model_runner import ModelRunner
 from teachllm.worker.executor import InProcessExecutor
-from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 from teachllm.worker.processes.plan_codec import SampledTokens
 from teachllm.worker.rank_watch import RankWatch, WatchedStep
 from teachllm.worker.runner import PendingOutput, ReadyOutput, Runner
@@ -66,8 +65,13 @@ class Worker:
         ranks = ALONE
         if rendezvous is not None:
             ranks = self._leaving.enter_context(connected(coords, rendezvous, device))
-        make_runner = GPUModelRunner if device.type == "cuda" else ModelRunner
-        self._runner: Runner[Any] = make_runner(config, model, device, progress, drafter, ranks)
+        self._runner: Runner[Any]
+        if device.type == "cuda":
+            from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
+
+            self._runner = GPUModelRunner(config, model, device, progress, drafter, ranks)
+        else:
+            self._runner = ModelRunner(config, model, device, progress, drafter, ranks)
         self._runner.observe(times_steps)
         self._watch: RankWatch | None = None
         self._watched: WatchedStep | None = None

@@ -24,8 +24,8 @@ from teachllm.simulator.shapes import model_shape
 from teachllm.simulator.simulate import simulate
 from teachllm.simulator.workload import Workload
 from teachllm.worker import kv_scales
-from teachllm.worker.gpu.memory.measured import memory_table
 from teachllm.worker.kv_scales import TEXT, _attentions, calibration_ids, scale_of
+from teachllm.worker.memory_plan import memory_table
 from tests.engine.quantized_reference import (
     DTYPES,
     float64_allowed,

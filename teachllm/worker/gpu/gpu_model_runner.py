@@ -43,7 +43,7 @@ from teachllm.worker.gpu.graph_runner import GraphRunner
 from teachllm.worker.gpu.launched_step import LaunchedStep, PendingStep
 from teachllm.worker.gpu.memory.largest_step import LargestStep
 from teachllm.worker.gpu.memory.measured import compare, measure_needs
-from teachllm.worker.gpu.memory.predicted import short_step_bytes
+from teachllm.worker.gpu.memory.predicted import predict_needs
 from teachllm.worker.gpu.memory.sampling_needs import sampling_bytes
 from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
 from teachllm.worker.kv_cache import (
@@ -103,7 +103,8 @@ class GPUModelRunner:
         tree = None if speculation is None else DraftTree.of_config(speculation)
         if tree is not None and not tree.is_chain and not self._backend.splits_decodes:
             raise ValueError("batch_invariant verifies chains of drafts: leave speculative_token_tree out")
-        predicted = plan_memory(config, model_config, device, drafter)  # before any weight is read
+        prediction = predict_needs(config, model_config, device, drafter)  # before any weight is read
+        predicted = plan_memory(config, model_config, device, drafter, prediction.needs)
         allocated = torch.cuda.memory_allocated(device)
         self.model: Model = load_model(whole, config, device, progress, ranks)
         if layout.pipeline > 1:
@@ -149,7 +150,7 @@ class GPUModelRunner:
             is_eager=self._eager,
         )
         self._allocate(config, drafter, 1, draft_caches)  # to measure with
-        memory = self._measured(predicted, config, weights, free, total, drafter)
+        memory = self._measured(predicted, config, weights, free, total, prediction.unmeasured)
         self.memory = memory.of_blocks(agreed_least(ranks.world, memory.num_blocks, device))
         self._allocate(config, drafter, self.memory.num_blocks, draft_caches)
         if model_config.has_quantized_kv:
@@ -230,9 +231,14 @@ class GPUModelRunner:
         weights: int,
         free: int,
         total: int,
-        drafter: DrafterConfig | None,
+        unmeasured: int,
     ) -> MemoryPlan:
-        """The plan with what the largest step takes, measured by running it; `free` and `total` are from the start."""
+        """Return the plan with what the largest step takes, measured by running it.
+
+        Args:
+            free, total: the GPU's bytes from the start.
+            unmeasured: activations that the largest step does not show, as predicted.
+        """
         num_bytes = sampling_bytes(config, self._model_config)
 
         def run() -> tuple[torch.Tensor, ...]:
@@ -240,8 +246,7 @@ class GPUModelRunner:
             return self._largest_step(self._kv_caches, num_bytes)
 
         needs = measure_needs(predicted, run, self._device, total - free, self._eager)
-        shorter = short_step_bytes(config, self._model_config, self._device, drafter)
-        needs["activations"] = max(needs["activations"], shorter)
+        needs["activations"] = max(needs["activations"], unmeasured)
         measured = {"weights": weights, **needs}
         compare(predicted, measured)
         return measured_plan(predicted, config, free, measured)

@@ -15,8 +15,8 @@ from teachllm.sampling.sampler import Sampler, SamplerOutput
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.sampling.verify import Proposals
 from teachllm.worker.gpu.device_batch import DeviceBatch
-from teachllm.worker.gpu.memory.sampling_needs import SAMPLED_AT_ONCE
 from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
+from teachllm.worker.prompt_logprobs import SAMPLED_AT_ONCE
 from teachllm_kernels.attention.kv_move import KVMover
 from teachllm_kernels.speculation.verify_drafts import synthetic_verdict
 

@@ -18,6 +18,7 @@ import torch
 from teachllm import EngineConfig
 from teachllm.core.memory import MemoryPlan
 from teachllm.distributed.layout import layout_of
+from teachllm.layers.attention import Attention
 from teachllm.layers.attention_backends import selection
 from teachllm.layers.weights.quantized_weights import Activations
 from teachllm.layers.weights.scheme import UNQUANTIZED
@@ -31,11 +32,14 @@ from teachllm.worker.gpu.memory.graph_needs import has_graphs, num_recordings
 from teachllm.worker.gpu.memory.live_bytes import LiveBytes
 from teachllm.worker.gpu.memory.measured import compare
 from teachllm.worker.gpu.memory.meta_model import meta_ranks, representative_layers
-from teachllm.worker.gpu.memory.predicted import predict_needs, short_step_bytes
+from teachllm.worker.gpu.memory.predicted import PredictedNeeds, predict_needs
 from teachllm.worker.kv_cache import kv_cache_specs
+from teachllm_kernels import selection as kernel_table
 from teachllm_kernels.attention.decode_plan import DecodePlan
 from teachllm_kernels.dry_run import dry_run
 from teachllm_kernels.linear.hopper_gated_linear import FROM_ROWS
+from teachllm_kernels.sampling.random_sample import workspace_bytes
+from teachllm_kernels.selection import AS_PRODUCT, CASES
 from tests.bench.h200_script import h200
 from tests.quantization.format_checkpoints import FORMATS
 from tests.worker.gpu.imagined_gpu import AMPERE, HOPPER, NOWHERE, describe
@@ -68,10 +72,15 @@ def more_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(h200.SHAPES, name, shape)
 
 
-def predicted(config: EngineConfig, model: ModelConfig, card: tuple[int, int], **more: Any) -> dict[str, int]:
+def prediction(config: EngineConfig, model: ModelConfig, card: tuple[int, int], **more: Any) -> PredictedNeeds:
     """Return a prediction for the first rank on such a card."""
     with dry_run(card):
         return predict_needs(config, model_of_rank(model, layout_of(config).coords(0)), NOWHERE, **more)
+
+
+def predicted(config: EngineConfig, model: ModelConfig, card: tuple[int, int], **more: Any) -> dict[str, int]:
+    """Return what a prediction says by the names of a plan's fields."""
+    return prediction(config, model, card, **more).needs
 
 
 VOCAB, ALL = 151936, 16384 + 256  # tokens of the largest step with default settings
@@ -216,15 +225,41 @@ def test_the_largest_step_holds_what_can_be_told_by_hand(case: str, tmp_path: Pa
     assert predicted(config, model, card)["activations"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_step_one_token_short_of_gated_kernels_is_told_apart_on_any_card(tmp_path: Path) -> None:
+def test_a_step_one_token_short_of_gated_kernels_is_told_apart_where_the_card_has_them(tmp_path: Path) -> None:
     settings = EIGHT | {"max_num_batched_tokens": FROM_ROWS + 2}
     config, model = describe("qwen3-8b", tmp_path, **settings)
     expected = 2 * (FROM_ROWS - 1) * (2 * 128 + 2 * 4096 + 3 * 12288)
-    for card in (AMPERE, HOPPER):
-        with dry_run(card):
-            assert short_step_bytes(config, model, NOWHERE) == pytest.approx(expected, rel=1e-3)
-            shorter = replace(config, max_num_batched_tokens=FROM_ROWS - 1)
-            assert short_step_bytes(shorter, model, NOWHERE) == 0
+    assert prediction(config, model, HOPPER).unmeasured == pytest.approx(expected, rel=1e-3)
+    shorter = replace(config, max_num_batched_tokens=FROM_ROWS - 1)
+    assert prediction(shorter, model, HOPPER).unmeasured == 0
+    for fixed, card in ((False, AMPERE), (True, HOPPER)):  # gate and up are always written
+        assert prediction(replace(config, batch_invariant=fixed), model, card).unmeasured == 0
+
+
+@pytest.mark.parametrize(("quantization", "is_short"), [("int4", True), ("int8", False), ("fp8", False)])
+def test_the_border_of_gated_kernels_is_that_of_the_weights_form(
+    quantization: str, is_short: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model = describe("qwen3-0.6b", tmp_path, quantization=quantization)
+    assert bool(prediction(config, model, HOPPER).unmeasured) == is_short  # 8-bit kernels gate any number of rows
+
+    def found(**changes: Any) -> int:
+        gating = [case.kernel.endswith("hopper_gated_linear") for case in CASES]
+        cases = [case._replace(**changes) if gates else case for case, gates in zip(CASES, gating, strict=True)]
+        monkeypatch.setattr(kernel_table, "CASES", tuple(cases))
+        return prediction(config, model, HOPPER).unmeasured
+
+    before, moved, written = found(), found(rows=(3000, kernel_table.MANY)), found(kernel=AS_PRODUCT)
+    assert (moved > before) == is_short and written == 0
+
+
+def test_a_drafters_gated_kernels_have_a_border_too(tmp_path: Path) -> None:
+    draft = h200.write_shape("qwen3-0.6b", tmp_path)
+    speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4}
+    config, model = describe("qwen3-8b", tmp_path, quantization="fp8", speculative_config=speculation)
+    drafter = load_drafter_config(config, model, "cuda")
+    assert prediction(config, model, HOPPER, drafter=drafter).unmeasured
+    assert not prediction(replace(config, speculative_config=None), model, HOPPER).unmeasured
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
@@ -311,6 +346,25 @@ def test_a_few_layers_hold_what_all_do(
     assert few == predicted(config, model, AMPERE)
 
 
+def test_layers_of_another_class_or_window_are_of_another_kind() -> None:
+    class Wider(torch.nn.Linear):
+        pass
+
+    def layers(kinds: list[type[torch.nn.Linear]]) -> list[torch.nn.Module]:
+        return [kind(4, 1, device="meta") for kind in kinds]
+
+    def nested(kinds: list[type[torch.nn.Linear]]) -> list[torch.nn.Module]:
+        return [torch.nn.Sequential(each) for each in layers(kinds)]
+
+    for make in (layers, nested):
+        assert representative_layers(make([torch.nn.Linear] * 9)) == [0, 1, 8]
+        assert representative_layers(make([torch.nn.Linear] * 4 + [Wider] * 5)) == [0, 1, 3, 4, 5, 8]
+    windows = [None, None, None, None, 64, 64, 64, 32]
+    attentions = [Attention(1.0, num_kv_heads=2, head_size=64, window=window) for window in windows]
+    assert representative_layers(attentions) == [0, 1, 3, 4, 5, 6, 7]
+    assert representative_layers(attentions[:4]) == [0, 1, 3]
+
+
 def test_of_each_two_kinds_of_layers_that_follow_one_another_both_are_built() -> None:
     def layers(sizes: list[int]) -> list[torch.nn.Module]:
         return [torch.nn.Linear(size, 1, device="meta") for size in sizes]
@@ -377,6 +431,28 @@ def test_recordings_are_counted_by_the_largest_and_not_at_all_when_there_are_non
         assert without["graphs"] == 0 < needed["graphs"]
         assert without["libraries"] == needed["libraries"] - (8320 << 10)  # a stream's workspace
     assert predicted(config, model, HOPPER)["libraries"] == (128 << 20) + 2 * (32 << 20)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "num_layers"),
+    [
+        # Without drafts and with four, each with two ways of sampling; a drafter of 2 layers runs once for each draft.
+        ({"method": "ngram"}, 2 * 2 * 6),
+        ({"method": "draft_model", "model": "teachlm-draft"}, 2 * (2 * 6 + 4 * 2)),
+    ],
+)
+def test_what_speculation_records_ahead_is_counted(speculation: dict[str, Any], num_layers: int) -> None:
+    found = []
+    for settings in (None, speculation | {"num_speculative_tokens": 4, "adaptive": False}):
+        options: dict[str, Any] = {"model": "teachlm", "device": "cuda", "dtype": "bfloat16", "max_num_seqs": 1}
+        config = EngineConfig(**options, speculative_config=settings)
+        model = load_model_config(config, "cuda")
+        config = config.resolve(model.max_model_len)
+        found.append(predicted(config, model, AMPERE, drafter=load_drafter_config(config, model, "cuda"))["graphs"])
+    kernels = num_layers * 9 * (8 << 10)
+    # Logits of five tokens and padding, where it was one; and to sample: tiles, groups and candidates of a row.
+    logits = (6 - 2) * (2 * (256 + 4096) + workspace_bytes(1, 4096))
+    assert found[1] - found[0] == kernels + logits
 
 
 def test_a_recording_that_dequantizes_has_room_for_it(tmp_path: Path) -> None:

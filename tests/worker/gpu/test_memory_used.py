@@ -109,7 +109,7 @@ def test_recordings_of_many_sizes_share_their_memory(tmp_path: Path) -> None:
     assert len(llm.engine.core.executor._runner._graphs._pieces) >= 3  # type: ignore[attr-defined]
     used = _pool_bytes() - before
     llm.close()
-    assert 0 < used < predict_needs(config, model, torch.device("cuda"))["graphs"]
+    assert 0 < used < predict_needs(config, model, torch.device("cuda")).needs["graphs"]
 
 
 def _pool_bytes() -> int:

@@ -1,6 +1,6 @@
-"""How much memory CUDA graphs take: one pool for the tensors of all recordings, and what each recorded kernel costs.
+"""Estimate the memory of CUDA graphs: one pool for the tensors of all recordings, and bytes for each recorded kernel.
 
-The pool is as large as its largest recording needs, whose forward pass is measured on the meta device.
+The pool is as large as its largest recording needs. The forward pass of that one runs on the meta device.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _BYTES_PER_KERNEL = 8 << 10  # of a recording, an assumption: `benchmarks/ledger
 
 
 def has_graphs(config: EngineConfig) -> bool:
-    """Return whether steps are recorded: not with a backend that needs the host in each, as some chosen by name do."""
+    """Return whether steps are recorded; a backend that needs the host in each step, chosen by name, prevents it."""
     return not config.enforce_eager and selection.is_recordable(config.attention_backend)
 
 
 def graph_bytes(
     config: EngineConfig, model: ModelConfig, runner: MetaRunner, drafter: DrafterConfig | None = None
 ) -> int:
-    """Return what all of `num_recordings` hold, and those that an engine that speculates records ahead."""
+    """Return the bytes that all recordings hold, those included that an engine with speculation records ahead."""
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert num_seqs and num_tokens
     size, largest = dtype_bytes(model.dtype), GraphSizes(num_seqs, num_tokens).largest_mixed
@@ -39,7 +39,7 @@ def graph_bytes(
     num_layers = num_recordings(config) * model.num_layers
     if config.speculative_config is not None:
         tree, batch = DraftTree.of_config(config.speculative_config), runner.batch
-        # What speculates is recorded when it is needed, too: as many tokens as the most requests may verify.
+        # Steps that verify drafts are recorded when they are needed, too, up to what the most requests may verify.
         verified = [count * (1 + batch.max_drafts) for count in batch.sizes.decodes()]
         most = max(most, *(1 + count for count in verified if count <= num_tokens))
         steps = decode_steps(batch, config.speculative_config.adaptive).values()
@@ -55,10 +55,10 @@ def graph_bytes(
 
 
 def num_recordings(config: EngineConfig) -> int:
-    """Return how many there are when every size has been met: decodes, prompts alone, mixed steps.
+    """Return the number of recordings when every size has been met: decodes, prompts alone, mixed steps.
 
-    Each of the first two with one way of sampling, though every further one (greedy, random, filtered, outside of the
-    graph) is recorded beside it. The sizes of prompts are asked of `GraphSizes`, step by step.
+    Decodes and prompts count with one way of sampling each, though every further one (greedy, random, filtered, outside
+    of the graph) is recorded beside it. `GraphSizes` tells the sizes of prompts, step by step.
     """
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert num_seqs and num_tokens

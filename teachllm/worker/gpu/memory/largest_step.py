@@ -1,7 +1,7 @@
-"""The step by which memory is measured: as many tokens as a step may have, all padding, and as many logits.
+"""Run the step by which memory is measured: as many tokens as a step may have, all padding, and as many logits.
 
-No attention is computed: it reads and writes tensors that exist all the same. vLLM's `profile_run` does it so. A
-runner runs this step on its GPU and `meta_runner.py` runs it on meta tensors: prediction and measurement are one code
+No attention is computed, because it reads and writes tensors that exist anyway. vLLM's `profile_run` does the same. A
+runner runs this step on its GPU, and `meta_runner.py` runs it on meta tensors: prediction and measurement are one code
 path.
 """
 
@@ -21,11 +21,11 @@ from teachllm.worker.kv_cache import KVCache
 
 @dataclass(frozen=True, kw_only=True)
 class LargestStep:
-    """Hold what such a step runs with.
+    """Hold what the largest step runs with.
 
     Attributes:
-        drafting: None: nothing speculates.
-        columns: this rank's part of the vocabulary; None: the logits are another stage's.
+        drafting: the drafter and its buffers; None if the engine does not speculate.
+        columns: this rank's part of the vocabulary; None if another stage computes the logits.
     """
 
     model: Model
@@ -35,7 +35,7 @@ class LargestStep:
     columns: Columns | None
 
     def forward(self, kv_caches: KVCache, num_tokens: int | None = None) -> torch.Tensor:
-        """Compute the hidden states of so many tokens; None: of as many as a step may have."""
+        """Compute the hidden states of `num_tokens` tokens, or of as many as a step may have if it is None."""
         batch = self.batch
         batch.slot_mapping.fill_(-1)
         size = batch.input_ids.shape[0] if num_tokens is None else num_tokens

@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count tensors that are made inside of the block.
+    """Count the tensors that are made inside of the block.
 
     Args:
-        device_type: count tensors on such a device only; None: on all.
+        device_type: only tensors on a device of this type count; None if all do.
 
     Attributes:
-        peak: the most bytes that were alive at once.
-        now: the bytes that are alive.
+        peak: the most bytes that have been alive at once.
+        now: the bytes that are alive at this moment.
     """
 
     def __init__(self, device_type: str | None = None) -> None:
@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """Call the operation, and count what it returns and was not given."""
+        """Call the operation, and count the tensors in its result that it was not given."""
         given = {_key(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
         result = function(*args, **(kwargs or {}))
         for each in tree_leaves(result):

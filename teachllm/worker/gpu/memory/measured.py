@@ -1,4 +1,4 @@
-"""Measure what was predicted: run the largest step on the GPU, and say what differs."""
+"""Measure what was predicted: run the largest step on the GPU, and warn of differences."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from teachllm.core.memory import MemoryPlan, NotEnoughMemoryError, format_bytes
+from teachllm.worker.memory_plan import memory_table
 
 _REPORT_THRESHOLD_BYTES = 32 << 20
 
@@ -15,13 +16,13 @@ _REPORT_THRESHOLD_BYTES = 32 << 20
 def measure_needs(
     plan: MemoryPlan, run: Callable[[], object], device: torch.device, taken_before: int, is_eager: bool
 ) -> dict[str, int]:
-    """Return activations and libraries, measured by running the largest step.
+    """Measure the bytes of activations and libraries by running the largest step.
 
     Args:
-        plan: as predicted.
-        run: the step; what it returns was alive at its end.
-        taken_before: bytes that were in use on the device before anything was loaded.
-        is_eager: no step is recorded.
+        plan: the prediction, for the table in an error.
+        run: runs the step, and returns what is alive at its end.
+        taken_before: the bytes that were in use on the device before anything was loaded.
+        is_eager: whether no step is recorded.
 
     Raises:
         NotEnoughMemoryError: the step does not fit.
@@ -48,7 +49,7 @@ def measure_needs(
 
 
 def compare(plan: MemoryPlan, measured: Mapping[str, int]) -> None:
-    """Warn in one line of what was not as predicted: more than 5% off, and more than 32 MiB."""
+    """Warn in one line of weights or activations that are more than 5% and more than 32 MiB off the prediction."""
     off: list[str] = []
     for name in ("weights", "activations"):
         predicted, found = getattr(plan, name), measured[name]
@@ -56,8 +57,3 @@ def compare(plan: MemoryPlan, measured: Mapping[str, int]) -> None:
             off.append(f"{name} take {format_bytes(found)} instead of {format_bytes(predicted)}")
     if off:
         warnings.warn(f"memory is not as predicted: {', '.join(off)}; the KV cache gets what is left", stacklevel=3)
-
-
-def memory_table(plan: MemoryPlan) -> str:
-    """Return a plan's rows as lines of text."""
-    return "\n".join(f"  {what:<16}{amount:>12}  {why}" for what, amount, why in plan.rows())

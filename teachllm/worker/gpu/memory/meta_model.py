@@ -21,15 +21,13 @@ from teachllm.config import EngineConfig
 from teachllm.distributed.group import Alone
 from teachllm.distributed.layout import layout_of
 from teachllm.distributed.ranks import ALONE, Ranks
-from teachllm.layers.attention import AttentionMetadata
+from teachllm.layers.attention import Attention, AttentionMetadata
 from teachllm.layers.dtypes import torch_dtype
-from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Linear
-from teachllm.layers.moe import Experts
-from teachllm.layers.weights.dense_weight import DenseWeight
+from teachllm.layers.weights.quantized_weight_loader import Slot
 from teachllm.layers.weights.quantized_weights import Quantized
 from teachllm.layers.weights.scheme import UNQUANTIZED, Scheme, Schemes, Stored
-from teachllm.loading.loader import finish
+from teachllm.loading.loader import finish_model
 from teachllm.models.base import AuxOut, Model, PagedKV
 from teachllm.models.build import META, build_model, quantization_of_model, stages_of
 from teachllm.models.model_config import ModelConfig
@@ -48,6 +46,10 @@ class MetaGroup(Alone):
         """Allocate what all ranks send, [...] -> [size, ...]."""
         return x.new_empty((self.size, *x.shape))
 
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        """Allocate what comes from all ranks, [sum(sends), ...] -> [sum(receives), ...]."""
+        return x.new_empty((sum(receives), *x.shape[1:]))
+
     def send(self, x: torch.Tensor, to: int) -> None:
         """Do nothing."""
 
@@ -57,7 +59,7 @@ class MetaGroup(Alone):
 
 
 class MetaModel(NamedTuple):
-    """Hold a model on the meta device, and which of its layers were built; none of an `EstimatedModel`."""
+    """Hold a model on the meta device, and the indices of the layers that were built; an `EstimatedModel` has none."""
 
     model: Model
     layers: list[int]
@@ -80,10 +82,11 @@ def meta_model(config: EngineConfig, model: ModelConfig, ranks: Ranks) -> MetaMo
     for module in list(built.modules()):
         if isinstance(module, Linear):
             module.fill_randomly(None)
-    finish(built, META)
-    for module in built.modules():
-        if isinstance(module, DenseWeight | Embedding | Experts):
-            module.is_fixed = config.batch_invariant
+    head = {place.part for _, place in built.end_tensors() if isinstance(place, Slot)}  # none, or a quantized one
+    for part in head:
+        if part is not None:
+            part.fill_randomly(None)
+    finish_model(built, META, config.batch_invariant)
     if ranks.coords.layout.pipeline == 1:
         return MetaModel(built, layers)
     return MetaModel(Stage(built, ranks, model.hidden_size, torch_dtype(model.dtype)), layers)
@@ -92,8 +95,7 @@ def meta_model(config: EngineConfig, model: ModelConfig, ranks: Ranks) -> MetaMo
 def meta_ranks(config: EngineConfig, model: ModelConfig) -> Ranks:
     """Return the ranks of an engine as the first that holds these layers sees them; no shard is larger than its own.
 
-    Experts of other replicas count as experts of the ranks that share its layers: how many rows other replicas send is
-    the router's to say, and in a balanced batch they are as many as this rank sends.
+    If replicas share experts, the ranks of all replicas are one group, whose steps run in `BalancedRouting`.
     """
     layout = layout_of(config)
     if layout.num_connected == 1:
@@ -102,13 +104,15 @@ def meta_ranks(config: EngineConfig, model: ModelConfig) -> Ranks:
     starts = [layers.start for layers in stages_of(model, layout)]
     coords = next(each for each in stages if starts[each.stage] == model.first_layer)
     tensor = MetaGroup(layout.tensor)
-    return Ranks(coords, tensor, MetaGroup(layout.num_ranks), tensor)
+    experts = tensor if layout.replicas == 1 else MetaGroup(layout.replicas * layout.tensor)
+    return Ranks(coords, tensor, MetaGroup(layout.num_ranks), experts)
 
 
 def _on_meta(schemes: Schemes) -> Schemes:
-    """Return schemes whose weights come from no file."""
+    """Return schemes that read no file."""
 
     def of(name: str) -> Scheme | None:
+        """Return the scheme of one projection."""
         scheme = schemes.of(name)
         return None if scheme is None else _OnMeta(scheme)
 
@@ -117,7 +121,7 @@ def _on_meta(schemes: Schemes) -> Schemes:
 
 @dataclass(frozen=True)
 class _OnMeta:
-    """A scheme whose weights come from no file, even where `quantize` cannot make what a file holds."""
+    """Quantize as a scheme does, without a file, even where `quantize` cannot make what a file holds."""
 
     scheme: Scheme
 
@@ -133,7 +137,7 @@ class _OnMeta:
         return self.scheme.read(tensors, out_features, in_features)
 
     def quantize(self, weight: torch.Tensor) -> Quantized:
-        """Implement `Scheme.quantize`; of scales that are calibrated, from a file's tensors without their values."""
+        """Implement `Scheme.quantize`; calibrated scales are laid out from a file's tensors without their values."""
         try:
             return self.scheme.quantize(weight)
         except ValueError:
@@ -150,8 +154,9 @@ class _OnMeta:
 def representative_layers(layers: Sequence[nn.Module]) -> list[int]:
     """Return the fewest layers of a model that allocate in a step what all of them do.
 
-    Layers are of one kind if their parameters have equal shapes and are quantized alike. What a layer finds in memory
-    depends on the one before it. So of each two kinds that follow one another both are taken, where they first do.
+    Layers are of one kind if they and their modules are of equal types, their attention looks equally far back, and
+    their parameters have equal shapes and are quantized alike. What a layer finds in memory depends on the layer before
+    it. So wherever one kind follows another for the first time, both layers are taken.
     """
     kinds = [_kind(layer) for layer in layers]
     pairs = {pair: index for index, pair in reversed(list(enumerate(pairwise(kinds))))}
@@ -159,13 +164,17 @@ def representative_layers(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """Return what is equal for two layers if they allocate the same."""
+    modules = list(layer.modules())
+    types = tuple(type(module) for module in modules)
+    windows = tuple(module.settings.window for module in modules if isinstance(module, Attention))
     shapes = tuple((name, tuple(each.shape)) for name, each in layer.named_parameters())
-    linears = (module for module in layer.modules() if isinstance(module, Linear))
-    return shapes, tuple((part.scheme, part.num_parameters) for each in linears for part in each.unread())
+    unread = (part for module in modules if isinstance(module, Linear) for part in module.unread())
+    return types, windows, shapes, tuple((part.scheme, part.num_parameters) for part in unread)
 
 
 class EstimatedModel:
-    """Stand for a model that is not built on meta: its forward pass holds an estimated number of elements per token."""
+    """Stand for a model that is not built on meta; its forward pass holds an estimated number of elements per token."""
 
     fuses_decodes = False
     experts: MoeConfig | None = None

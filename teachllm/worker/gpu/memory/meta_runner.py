@@ -1,9 +1,12 @@
-"""What a GPU's runner has in memory, on the meta device: to count its buffers, and what its largest step holds.
+"""Build what a GPU's runner has in memory on the meta device, to count its buffers and what its largest step holds.
 
-Everything here is made inside of a `dry_run`, whose card the meta device stands for.
+Everything here runs inside of a `dry_run`: the meta device stands for its card.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -12,6 +15,10 @@ from teachllm.distributed.ranks import ALONE
 from teachllm.layers.attention_backends.invariant import InvariantBackend
 from teachllm.layers.attention_backends.triton import TritonBackend
 from teachllm.layers.dtypes import torch_dtype
+from teachllm.layers.linear import Linear
+from teachllm.layers.weights.dense_weight import DenseWeight
+from teachllm.layers.weights.gpu_grouped_weight import GPUGroupedWeight
+from teachllm.layers.weights.gpu_scaled_weight import GPUScaledWeight
 from teachllm.models.build import META, new_module
 from teachllm.models.decoder import CausalLM
 from teachllm.models.draft_heads.eagle import EagleHead
@@ -27,6 +34,7 @@ from teachllm.spec_decode.medusa import Medusa
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.gpu.attention_inputs import GPUAttention
 from teachllm.worker.gpu.device_batch import DeviceBatch
+from teachllm.worker.gpu.memory.balanced_routing import BalancedRouting
 from teachllm.worker.gpu.memory.largest_step import LargestStep
 from teachllm.worker.gpu.memory.live_bytes import LiveBytes
 from teachllm.worker.gpu.memory.meta_model import MetaModel, meta_model, meta_ranks
@@ -34,6 +42,7 @@ from teachllm.worker.gpu.memory.sampling_needs import sampling_bytes
 from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
 from teachllm.worker.kv_cache import allocate_layers, attention_needs, drafter_needs, kv_cache_specs
 from teachllm.worker.kv_scales import enable_kv_quantization, layers_of
+from teachllm_kernels.selection import Operands
 
 
 class MetaRunner:
@@ -41,11 +50,12 @@ class MetaRunner:
 
     Args:
         config: resolved for this model.
-        model: of several ranks, what one has.
+        model: one rank's part of it, if there are several.
 
     Attributes:
-        batch: the rows.
-        buffer_bytes: what the runner keeps from step to step beside weights and KV.
+        batch: the rows of requests.
+        buffer_bytes: the bytes that the runner keeps from step to step beside weights and KV.
+        shares_experts: whether other replicas have some of a mixture's experts.
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None = None) -> None:
@@ -55,10 +65,11 @@ class MetaRunner:
         built = meta_model(config, model, ranks)
         all_specs = kv_cache_specs(model)
         specs = [all_specs[layer] for layer in built.layers]
+        self._built, self.shares_experts = built.model, ranks.experts.size > ranks.tensor.size
         self._kv_caches = allocate_layers(specs, model.kv_dtype, 1, config.block_size, META)
         if model.has_quantized_kv:
             enable_kv_quantization(built.model, specs, META)
-        proposer = None if drafter is None else _drafter(drafter, config, built)
+        self._drafter = proposer = None if drafter is None else _drafter(drafter, config, built)
         tree = None if speculation is None else DraftTree.of_config(speculation)
         with LiveBytes(META.type) as live:
             self.batch = DeviceBatch(
@@ -97,17 +108,33 @@ class MetaRunner:
 
     @torch.inference_mode()
     def step_bytes(self, num_tokens: int) -> int:
-        """Return what a step of so many tokens holds at its peak, sampling included."""
-        with LiveBytes(META.type) as live:
+        """Return the bytes that a step of `num_tokens` tokens holds at its peak, sampling included."""
+        with self._routing(), LiveBytes(META.type) as live:
             self._step.run(self._kv_caches, sampling_bytes(self._config, self._model), num_tokens)
         return live.peak
 
     @torch.inference_mode()
     def forward_bytes(self, num_tokens: int) -> int:
-        """Return what the forward pass of so many tokens holds at its peak."""
-        with LiveBytes(META.type) as live:
+        """Return the bytes that the forward pass of `num_tokens` tokens holds at its peak."""
+        with self._routing(), LiveBytes(META.type) as live:
             self._step.forward(self._kv_caches, num_tokens)
         return live.peak
+
+    def gated_operands(self) -> Iterator[Operands]:
+        """Yield the operands by which each layer of gate and up, a drafter's included, chooses its kernels."""
+        modules = list(self._built.modules())
+        if self._drafter is not None:
+            modules += layers_of(self._drafter).modules()
+        for module in modules:
+            if isinstance(module, Linear) and module.is_gated:
+                weight = module.weight
+                if isinstance(weight, DenseWeight | GPUGroupedWeight | GPUScaledWeight):  # others write gate and up
+                    yield weight.operands
+
+    def _routing(self) -> AbstractContextManager[object]:
+        """Return the context in which a step of this model runs on meta tensors."""
+        experts = self._built.experts
+        return nullcontext() if experts is None or not self.shares_experts else BalancedRouting(experts.top_k)
 
 
 def _drafter(drafter: DrafterConfig, config: EngineConfig, target: MetaModel) -> ModelDrafter:
