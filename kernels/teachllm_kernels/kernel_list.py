@@ -17,14 +17,12 @@ class ListedKernel(NamedTuple):
     Attributes:
         file: below `teachllm_kernels`; None: a library's.
         names: of its launches.
-        writes_ungated: gating, it writes gate and up before it multiplies them.
         group: what `teachllm bench latency --profile` counts it among.
     """
 
     file: str | None
     names: tuple[str, ...] = ()
     group: str = PRODUCTS
-    writes_ungated: bool = False
 
 
 KERNELS: Mapping[str, ListedKernel] = {
@@ -50,7 +48,7 @@ KERNELS: Mapping[str, ListedKernel] = {
     "rope_kv_write": ListedKernel("attention/rope_kv_write.py", ("_rope_kv_write",), OTHER),
     "scaled_gemv": ListedKernel("linear/scaled/scaled_gemv.py", ("_scaled_gemv",)),
     "scaled_linear": ListedKernel("linear/scaled/scaled_linear.py", ("_scaled_linear",)),
-    "scaled_mm": ListedKernel("linear/scaled/scaled_mm.py", ("_scale_sums",), OTHER, writes_ungated=True),
+    "scaled_mm": ListedKernel("linear/scaled/scaled_mm.py", ("_scale_sums",), OTHER),
     "skinny_gemm": ListedKernel("linear/skinny_gemm.py", ("_skinny_gemm",)),
 }
 

@@ -29,7 +29,6 @@ import torch
 from teachllm_kernels._hopper import has_hopper
 from teachllm_kernels.attention.hopper_decode import takes_decode_heads
 from teachllm_kernels.attention.hopper_prefill import takes_prefill_heads
-from teachllm_kernels.kernel_list import KERNELS
 from teachllm_kernels.linear.packed.hopper_packed_linear import takes_groups
 from teachllm_kernels.linear.scaled.scaled_mm import library_multiplies
 
@@ -386,15 +385,3 @@ def at(spans: tuple[tuple[int, T], ...], num_rows: int) -> T:
         if num_rows <= most:
             return taken
     raise LookupError(f"{num_rows} rows, where at most {spans[-1][0]} are computed")
-
-
-def gated_from(operands: Operands) -> int | None:
-    """Return the fewest rows from which the kernel for many rows multiplies gate by up before it writes them.
-
-    The kernels for fewer rows do not count. None: with many rows the ungated result is written, too.
-    """
-    spans = spans_of("gated", operands)
-    case = spans[-1][1]
-    if not case.has_kernel or any(KERNELS[name].writes_ungated for name in case.kernel.split(" + ")):
-        return None
-    return 1 if len(spans) == 1 else spans[-2][0] + 1

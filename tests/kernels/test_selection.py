@@ -28,7 +28,6 @@ from teachllm_kernels.selection import (
     at,
     bound,
     case_of,
-    gated_from,
     replaced_table,
     spans_of,
 )
@@ -153,22 +152,6 @@ def test_equal_layers_share_one_search_of_the_table_and_another_table_is_searche
 
 DENSE = Operands("dense", "hopper", torch.bfloat16, num_in=64, num_out=96)
 SCALED = Operands("scaled", "hopper", torch.bfloat16, (9, 0), 512, 96)
-
-
-@pytest.mark.parametrize(
-    ("it", "first"),
-    [
-        (DENSE, 2048),
-        (DENSE._replace(has_bias=True), None),
-        (DENSE._replace(card="gpu"), None),
-        (DENSE._replace(form="packed", group_size=128, scale_bytes=2), 2048),
-        (SCALED, 257),
-        (SCALED._replace(card="gpu", capability=(8, 9)), None),  # the library's product is gated by another kernel
-        (SCALED._replace(card="gpu", capability=(8, 0), is_e4m3=True), 1),  # one kernel for all rows
-    ],
-)
-def test_the_table_says_from_how_many_rows_on_no_ungated_result_is_written(it: Operands, first: int | None) -> None:
-    assert gated_from(it) == first
 
 
 def test_a_case_that_depends_on_the_compute_capability_asks_for_it() -> None:

@@ -20,7 +20,6 @@ from teachllm.layers.rotary import Rotary, RotaryConfig, attention_factor, inver
 from teachllm.layers.weights import base, dense_weight
 from teachllm.layers.weights.dense_weight import DenseWeight
 from teachllm_kernels import selection
-from teachllm_kernels.linear.hopper_gated_linear import FROM_ROWS
 from tests.distributed.one_of_two import OneOfTwo
 
 SCALINGS = {
@@ -128,14 +127,14 @@ def test_heads_that_no_kernel_takes_are_refused(heads: tuple[int, int, int], dty
 @pytest.mark.parametrize(
     ("num_rows", "sizes", "changes", "is_gated"),
     [
-        (FROM_ROWS, (64, 96), {}, True),
-        (FROM_ROWS - 1, (64, 96), {}, False),
-        (FROM_ROWS, (64, 100), {}, False),  # copies begin at multiples of 16 bytes
-        (FROM_ROWS, (60, 96), {}, False),
-        (FROM_ROWS, (64, 96), {"bias": True}, False),
-        (FROM_ROWS, (64, 96), {"is_fixed": True}, False),
-        (FROM_ROWS, (64, 96), {"dtype": torch.float32}, False),
-        (FROM_ROWS, (64, 96), {"has_hopper": False}, False),
+        (2048, (64, 96), {}, True),
+        (2047, (64, 96), {}, False),
+        (2048, (64, 100), {}, False),  # copies begin at multiples of 16 bytes
+        (2048, (60, 96), {}, False),
+        (2048, (64, 96), {"bias": True}, False),
+        (2048, (64, 96), {"is_fixed": True}, False),
+        (2048, (64, 96), {"dtype": torch.float32}, False),
+        (2048, (64, 96), {"has_hopper": False}, False),
     ],
 )
 def test_a_product_gates_itself_only_where_its_kernel_can(

@@ -33,9 +33,9 @@ def test_a_part_of_several_decodes_is_not_one_decode(
         return raise_taken
 
     shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    layer = LlamaLayer(
-        parse(h200.SHAPES["qwen3-0.6b"] | shape | {"intermediate_size": 96}), 0, schemes=UNQUANTIZED, shard=WHOLE
-    )
+    config = parse(h200.SHAPES["qwen3-0.6b"] | shape | {"intermediate_size": 96})
+    with torch.device("meta"):  # which takes a GPU's way
+        layer = LlamaLayer(config, 0, schemes=UNQUANTIZED, shard=WHOLE)
     monkeypatch.setattr(llama_fast_paths, "decode_one_row", take("one decode"))
     monkeypatch.setattr(layer.self_attn, "forward", take("any"))
     none = torch.zeros(0, dtype=torch.int32)

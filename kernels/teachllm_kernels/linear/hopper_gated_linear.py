@@ -27,9 +27,8 @@ from teachllm_kernels._hopper import barriers, gate_up_map, num_multiprocessors,
 from teachllm_kernels._triton import gl, gluon, hopper
 from teachllm_kernels.linear.dense_gemm import cost
 
-__all__ = ["FROM_ROWS", "cost", "hopper_gated_linear"]
+__all__ = ["cost", "hopper_gated_linear"]
 
-FROM_ROWS = 2048  # with fewer it depends on how many tiles are left for the last round; the library has smaller ones
 _ROWS, _COLUMNS, _BLOCK_K = 128, 128, 64
 _STAGES = 4  # 48 KiB each; 32 more hold the result
 _AT_ONCE = 16  # blocks of rows that run at once
