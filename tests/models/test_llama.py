@@ -40,6 +40,6 @@ def test_a_part_of_several_decodes_is_not_one_decode(
     monkeypatch.setattr(layer.self_attn, "forward", take("any"))
     none = torch.zeros(0, dtype=torch.int32)
     metadata = AttentionMetadata(none, none, none, torch.zeros(num_rows, dtype=torch.int64), [], [], is_fused=True)
-    residual = None if num_rows == 1 else torch.zeros(num_rows, 64)
+    residual = None if num_rows == 1 else torch.zeros(num_rows, 64, device="meta")
     with pytest.raises(Taken, match=way):
-        layer(torch.zeros(x_shape), residual, (none, none), (none, none), metadata)
+        layer(torch.zeros(x_shape, device="meta"), residual, (none, none), (none, none), metadata)

@@ -238,7 +238,7 @@ def test_a_step_one_token_short_of_gated_kernels_is_told_apart_where_the_card_ha
 
 @pytest.mark.parametrize(("quantization", "is_short"), [("int4", True), ("int8", False), ("fp8", False)])
 def test_the_border_of_gated_kernels_is_that_of_the_weights_form(
-    quantization: str, is_short: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantization: str, is_short: bool, tmp_path: Path
 ) -> None:
     config, model = describe("qwen3-0.6b", tmp_path, quantization=quantization)
     assert bool(prediction(config, model, HOPPER).unmeasured) == is_short  # 8-bit kernels gate any number of rows
@@ -246,8 +246,8 @@ def test_the_border_of_gated_kernels_is_that_of_the_weights_form(
     def found(**changes: Any) -> int:
         gating = [case.kernel.endswith("hopper_gated_linear") for case in CASES]
         cases = [case._replace(**changes) if gates else case for case, gates in zip(CASES, gating, strict=True)]
-        monkeypatch.setattr(kernel_table, "CASES", tuple(cases))
-        return prediction(config, model, HOPPER).unmeasured
+        with kernel_table.replaced_table(tuple(cases)):
+            return prediction(config, model, HOPPER).unmeasured
 
     before, moved, written = found(), found(rows=(3000, kernel_table.MANY)), found(kernel=AS_PRODUCT)
     assert (moved > before) == is_short and written == 0
