@@ -46,7 +46,7 @@ class Batch:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest request, prompt and output."""
+        """Return the tokens of the longest request, prompt and output."""
         return max(len(prompt) + out for prompt, out in zip(self.prompts, self.output_lens, strict=True))
 
 
@@ -64,12 +64,12 @@ class Timing:
 
 
 def random_ids(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
-    """[num_tokens] ids, uniform over the vocabulary."""
+    """Draw [num_tokens] ids, uniform over the vocabulary."""
     return [rng.randrange(vocab_size) for _ in range(num_tokens)]
 
 
 def run_batch(llm: LLM, batch: Batch, on_finished: Callable[[int], None] | None = None) -> Timing:
-    """Generates a batch to its end.
+    """Run a batch to its end.
 
     Args:
         on_finished: called with how many more requests have finished.
@@ -109,7 +109,7 @@ def run_batch(llm: LLM, batch: Batch, on_finished: Callable[[int], None] | None 
 
 
 def check_length(llm: LLM, num_tokens: int) -> None:
-    """Refuses requests whose outputs would be cut off.
+    """Refuse requests whose outputs would be cut off.
 
     Raises:
         ValueError: with both numbers.
@@ -136,7 +136,7 @@ def _check(llm: LLM, batch: Batch, outputs: Sequence[RequestOutput]) -> None:
 
 
 def _settle(llm: LLM) -> None:
-    """Garbage and queued work of the run before are not this one's cost."""
+    """Collect garbage and wait for queued work of the run before, which are not this one's cost."""
     gc.collect()
     if llm.config.device.startswith("cuda"):
         import torch

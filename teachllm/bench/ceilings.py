@@ -41,7 +41,7 @@ _ON_CPU = Sizes(num_bytes=256 << 20, gemm_size=1024, attention_len=1024, num_hea
 
 
 def ceilings_of(config: EngineConfig) -> Ceilings:
-    """Measured where an engine of this configuration computes, in its model's dtype; or the best known, if higher.
+    """Measure where an engine of this configuration computes, in its model's dtype; return the best known, if higher.
 
     Raises:
         ValueError: there is no such device or model.
@@ -55,7 +55,7 @@ def ceilings_of(config: EngineConfig) -> Ceilings:
 
 
 def measure_ceilings(device: str = "auto", dtype: str = "auto", sizes: Sizes | None = None) -> Ceilings:
-    """Measures a device in a second or two; what it allocates is given back. Traces find the ceilings from then on.
+    """Measure a device in a second or two, then release the memory. Traces find the ceilings from then on.
 
     Args:
         device: as in `EngineConfig`.
@@ -99,7 +99,7 @@ def measure_ceilings(device: str = "auto", dtype: str = "auto", sizes: Sizes | N
 
 
 def _memory(device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """(seconds to read `num_bytes`, seconds to read half of them and write as many)."""
+    """Return the seconds to read `num_bytes`, and the seconds to read half of them and write as many."""
     import torch
 
     # bfloat16 on a GPU, where the narrow dtype's kernels are the tuned ones; a CPU has fast ones for float32 only.
@@ -124,7 +124,7 @@ def _gemm(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
 
 
 def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
-    """The fastest of PyTorch's ways that take these shapes."""
+    """Time the fastest of PyTorch's backends that take these shapes."""
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -144,7 +144,7 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median after three warm-up calls; on a GPU by its own events, so that launching does not count."""
+    """Return the median after three warm-up calls; on a GPU by its own events, so that launching does not count."""
     for _ in range(3):
         run()
     clock = _gpu_times(run, device) if device.type == "cuda" else _cpu_times(run)

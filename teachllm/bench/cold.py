@@ -28,7 +28,7 @@ _LONGEST_S = 600.0
 
 
 def cold(settings: Mapping[str, Any], num_runs: int = 5, prompt_len: int = 8) -> Figures:
-    """Medians in seconds, cold and warm; every cold start has empty caches of its own.
+    """Return medians in seconds, cold and warm; every cold start has empty caches of its own.
 
     Args:
         settings: fields of `EngineConfig`.
@@ -44,7 +44,7 @@ def cold(settings: Mapping[str, Any], num_runs: int = 5, prompt_len: int = 8) ->
 
 
 def _start(settings: Mapping[str, Any], prompt_len: int, folder: str) -> float:
-    """Seconds until a new process has its first token."""
+    """Return the seconds until a new process has its first token."""
     caches = {name: str(Path(folder) / name.lower()) for name in _CACHES}
     environment = os.environ | caches | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", "teachllm.bench.cold", json.dumps(dict(settings)), str(prompt_len)]

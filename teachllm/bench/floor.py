@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def floor_seconds(model: ModelConfig, steps: Iterable[StepShape], ceilings: Ceilings) -> float:
-    """The least time for these steps, one after the other."""
+    """Return the least time for these steps, one after the other."""
     return sum(step_work(model, step).seconds(ceilings) for step in steps)
 
 

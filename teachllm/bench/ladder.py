@@ -197,10 +197,10 @@ def workload(size: Size, tokenizer: Tokenizer | None, vocab_size: int) -> Batch:
 def climb(
     engine: EngineConfig, size: Size, ceilings: Ceilings, num_devices: int, num_passes: int = _MEASURED
 ) -> Iterator[Result]:
-    """Runs the workload on every rung, from the lowest one up.
+    """Run the workload on every rung, from the lowest one up.
 
     Args:
-        engine: the model, dtype and device; the rungs say the rest.
+        engine: the model, dtype and device; the rungs set the rest.
         num_devices: GPUs that there are.
         num_passes: of each rung; the median counts. A long one is measured once.
     """
@@ -258,9 +258,9 @@ def _run(config: EngineConfig, size: Size, ceilings: Ceilings, num_passes: int) 
 
 
 def _warm_up(engine: Engine, batch: Batch, most: int) -> None:
-    """Passes until two in a row gain nothing: kernels are compiled then, graphs recorded, drafts' lengths learned.
+    """Run passes until two in a row gain nothing: then kernels are compiled, graphs captured, draft lengths learned.
 
-    Where nothing is recorded, a long one has met all that there is.
+    Where nothing is captured, one long pass has met all that there is.
     """
     best, num_idle = math.inf, 0
     for _ in range(most):
@@ -325,7 +325,7 @@ def gain(results: Sequence[Result]) -> float:
 
 
 def as_json(size: Size, ceilings: Ceilings, results: Sequence[Result], verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """All that was found, but for texts and tokens."""
+    """Return all results, except texts and tokens."""
     rungs = []
     for result, verdict in zip(results, verdicts, strict=True):
         run = result.run

@@ -20,7 +20,7 @@ _INK, _BAR, _PALE = "#7f8791", "#3b82f6", "#94a3b8"  # readable on white and on 
 
 
 def draw(rungs: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """A matplotlib figure.
+    """Draw a matplotlib figure.
 
     Args:
         rungs: as `ladder.as_json` gives them.
@@ -76,21 +76,21 @@ def draw(rungs: Sequence[Mapping[str, Any]], title: str) -> Any:
 
 
 def short(value: float) -> str:
-    """Three digits, or all of those before the point."""
+    """Format a number with three digits, or with all digits before the point."""
     if math.isnan(value):
         return "n/a"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def write(rungs: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Writes it; the file's ending says in which format."""
+    """Write the figure; the file's ending decides the format."""
     draw(rungs, title).savefig(
         path, transparent=True, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {}
     )
 
 
 def main(result: Path, path: Path) -> None:
-    """Draws the first model of a result of `benchmarks/ladder.py`."""
+    """Draw the first model of a result of `benchmarks/ladder.py`."""
     found = json.loads(result.read_text(encoding="utf-8"))
     name, climbed = next(iter(found["models"].items()))
     where = f"{found['device']}, commit {found['commit'][:9]}"

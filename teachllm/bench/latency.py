@@ -60,7 +60,7 @@ class LatencyResult:
 
 
 def latency_batch(llm: LLM, options: LatencyOptions) -> Batch:
-    """Equal requests with random prompts, which sample; no two batches have a prompt in common."""
+    """Make equal requests with random prompts, which sample; no two batches have a prompt in common."""
     rng = random.Random()  # seeded by the system: no run repeats a prompt of another
     vocab_size = llm.engine.model_config.vocab_size
     prompts = [random_ids(rng, options.input_len, vocab_size) for _ in range(options.batch_size)]
@@ -70,7 +70,7 @@ def latency_batch(llm: LLM, options: LatencyOptions) -> Batch:
 def run_latency(
     llm: LLM, options: LatencyOptions, ceilings: Ceilings, progress: Callable[[int, int], None] | None = None
 ) -> LatencyResult:
-    """Runs the iterations, each with new random prompts.
+    """Run the iterations, each with new random prompts.
 
     Args:
         progress: called with (iterations done, iterations in all), warm-up included.
@@ -101,7 +101,7 @@ def run_latency(
 def _figures(
     llm: LLM, options: LatencyOptions, ceilings: Ceilings, batch: Batch, timings: list[Timing]
 ) -> list[Figure]:
-    """Medians. When the last request has its first token, it has one step to go for each other one."""
+    """Return medians. When the last request has its first token, it has one step to go for each other token."""
     model, num_later = llm.engine.model_config, options.output_len - 1
     assert llm.config.max_num_batched_tokens and llm.config.max_num_seqs
     steps = schedule(batch, llm.config.max_num_batched_tokens, llm.config.max_num_seqs)
@@ -121,7 +121,7 @@ def _figures(
 
 
 def _percentile(values: list[float], percent: int) -> float:
-    """Linear between neighbours, as NumPy's default."""
+    """Return a percentile, linear between neighbours, as NumPy's default."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     below = int(place)

@@ -53,7 +53,7 @@ class Judge:
         self._models: list[Any] = [load(path, dtype=each).to(device).eval() for each in dtypes]
 
     def differences(self, prompts: Tokens, outputs: Tokens) -> list[Difference]:
-        """Those of requests that have any."""
+        """Return the differences of the requests that have any."""
         pairs = enumerate(zip(prompts, outputs, strict=True))
         found = [self._first(index, prompt, made) for index, (prompt, made) in pairs]
         return [each for each in found if each is not None]
@@ -73,7 +73,7 @@ class Judge:
 
 
 def first_difference(expected: Tokens, found: Tokens) -> tuple[int, int] | None:
-    """(request, position) of the first token that differs; None: none does."""
+    """Return (request, position) of the first token that differs; None if none does."""
     for index, (wanted, got) in enumerate(zip(expected, found, strict=True)):
         if wanted != got:
             pairs = zip(wanted, got, strict=False)

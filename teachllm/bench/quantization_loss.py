@@ -82,10 +82,10 @@ class Compared:
 
 
 def read(text: Path | None, model: str | Path, seq_len: int = 512) -> list[Document]:
-    """A text to measure on, see `texts.py`; None: the one that comes with teachllm.
+    """Read a text to measure on, see `texts.py`; None: the one that comes with teachllm.
 
     Args:
-        model: whose tokenizer it is read with, a folder or hub id.
+        model: the model whose tokenizer reads it, a folder or hub id.
         seq_len: tokens of a piece, at most.
 
     Raises:
@@ -100,7 +100,7 @@ def compare(
     decoding: Decoding | None = None,
     **settings: Any,
 ) -> list[Compared]:
-    """Measures checkpoints of one model.
+    """Measure checkpoints of one model.
 
     Args:
         models: (name, folder or hub id), the first is the original. Each is done with when the next is asked for.
@@ -160,14 +160,14 @@ def differences(original: Scores, other: Scores) -> list[float]:
 
 
 def divergences(original: Scores, other: Scores) -> list[float]:
-    """KL(original, other) at each position, in nats."""
+    """Return KL(original, other) at each position, in nats."""
     return [_divergence(p, q) for p, q in zip(original.likeliest, other.likeliest, strict=True)]
 
 
 def mean_and_error(values: Sequence[float], answers: Sequence[int]) -> tuple[float, float | None]:
-    """The mean of values, and its standard error if answers were drawn, and with each all of its tokens.
+    """Return the mean of values, and its standard error if answers were drawn, and with each all of its tokens.
 
-    Tokens of an answer go one way together, and more so those of one that was drawn twice.
+    Tokens of an answer vary together, and more so the tokens of an answer that was drawn twice.
 
     Args:
         answers: of each value.
@@ -184,7 +184,8 @@ def mean_and_error(values: Sequence[float], answers: Sequence[int]) -> tuple[flo
 
 
 def _divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
-    """Of two distributions, of which the log-probabilities of the likeliest are known; all others are one event."""
+    """Return the divergence of two distributions, of which the likeliest log-probabilities are known; the rest is
+    one event."""
     both = p.keys() & q.keys()
     rest_p = max(1.0 - sum(math.exp(p[each]) for each in both), _REST)
     rest_q = max(1.0 - sum(math.exp(q[each]) for each in both), _REST)
@@ -192,7 +193,8 @@ def _divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
 
 
 def _tokens_per_s(llm: Any, documents: Sequence[Document], decoding: Decoding) -> float:
-    """From the first token on, the best of some runs: whatever else runs on a machine only takes time.
+    """Return tokens per second from the first token on, the best of some runs: whatever else runs on a machine only
+    takes time.
 
     Prompts are pieces of the text, so that all models have the same work.
     """

@@ -12,7 +12,7 @@ _LEAST = 1e-6  # nats; the original itself has no place on a logarithmic axis
 
 
 def write_plot(found: Sequence[Compared], path: Path, title: str) -> None:
-    """Writes a page that needs no network.
+    """Write a page that needs no network.
 
     Raises:
         ImportError: plotly is not installed.
@@ -50,7 +50,7 @@ def write_plot(found: Sequence[Compared], path: Path, title: str) -> None:
 
 
 def check_plotly() -> None:
-    """Before long work whose picture could not be drawn.
+    """Check for plotly, before long work whose picture could not be drawn.
 
     Raises:
         ImportError: plotly is not installed.

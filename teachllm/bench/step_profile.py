@@ -88,11 +88,11 @@ class StepProfile:
 
     @property
     def gaps_ms(self) -> float:
-        """No kernel ran."""
+        """Return the milliseconds in which no kernel ran."""
         return max(self.wall_ms - self.busy_ms, 0.0)
 
     def groups(self) -> dict[str, float]:
-        """Milliseconds by group, the longest first."""
+        """Return milliseconds by group, the longest first."""
         sums: dict[str, float] = {}
         for row in self.rows:
             sums[row.group] = sums.get(row.group, 0.0) + row.ms
@@ -117,7 +117,7 @@ def check_profile(llm: LLM, batch: Batch, num_steps: int = _NUM_STEPS) -> None:
 def profile_decode(
     llm: LLM, batch: Batch, ceilings: Ceilings, num_steps: int = _NUM_STEPS, trace_path: Path | None = None
 ) -> StepProfile:
-    """Profiles `num_steps` decode steps of a batch, which all of its requests are in, after some not looked at.
+    """Profile `num_steps` decode steps of a batch, which all of its requests are in, after some not looked at.
 
     Args:
         trace_path: a trace for Perfetto or chrome://tracing is written there.
@@ -165,9 +165,9 @@ def profile_decode(
 
 
 def _time_steps(engine: Engine, num_steps: int) -> tuple[float, float]:
-    """(seconds, seconds that the host was at work) of so many steps, after one more that is not counted.
+    """Return (seconds, seconds that the host was at work) of `num_steps` steps, after one that is not counted.
 
-    It takes the result of the step in front, whose wait is not timed, and pays for the start of a profiler.
+    That one takes the result of the step in front, whose wait is not timed, and pays for the start of a profiler.
     """
     waited = _Waiting(engine.core)
     engine.step()
@@ -180,7 +180,7 @@ def _time_steps(engine: Engine, num_steps: int) -> tuple[float, float]:
 
 
 def summarize(events: Iterable[Event], num_steps: int) -> tuple[list[Row], float]:
-    """(rows, busy milliseconds) a step.
+    """Return rows and busy milliseconds per step.
 
     Kernels overlap: one that is launched early waits on the card for the one in front. So each is charged with the time
     from the end of the one before it, by order of their ends, and all charges add up to the busy time.
@@ -225,7 +225,7 @@ class _Waiting:
         self.seconds += seconds
 
     def stop(self) -> float:
-        """Seconds waited."""
+        """Stop timing, and return the seconds waited."""
         del self._core.executor.sample  # the class's own again
         return self.seconds
 
@@ -255,7 +255,7 @@ def _events(profiler: Any, on_gpu: bool) -> list[Event]:
 
 
 def _floors(work: Work, step: StepShape, llm: LLM, ceilings: Ceilings) -> dict[str, Floor]:
-    """The floor of a step, divided between weights and KV."""
+    """Divide the floor of a step between weights and KV."""
     model = llm.engine.model_config
     weights = step_work(model, StepShape([0] * len(step.query_lens), [0] * len(step.kv_lens), step.num_sampled))
     parts = {

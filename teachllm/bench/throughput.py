@@ -69,7 +69,7 @@ class ThroughputResult:
 
 
 def throughput_batch(options: ThroughputOptions, vocab_size: int, rng: random.Random) -> Batch:
-    """Random prompts and lengths, temperature 1 as vLLM's."""
+    """Draw random prompts and lengths; temperature 1 as vLLM's."""
     lengths = [
         (options.draw_len(rng, options.input_len), options.draw_len(rng, options.output_len))
         for _ in range(options.num_prompts)
@@ -81,7 +81,7 @@ def throughput_batch(options: ThroughputOptions, vocab_size: int, rng: random.Ra
 def run_throughput(
     llm: LLM, options: ThroughputOptions, ceilings: Ceilings, progress: Callable[[int, int], None] | None = None
 ) -> ThroughputResult:
-    """Runs all requests at once, after a warm-up with others.
+    """Run all requests at once, after a warm-up with others.
 
     Args:
         progress: called with (requests finished, requests in all), warm-up included.

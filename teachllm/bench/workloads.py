@@ -36,7 +36,7 @@ Workload = Callable[[Clock, int, int], Figures]  # clock, vocabulary, seed: othe
 
 
 def mixed_batch(seed: int, vocab_size: int, num_requests: int = 256, shortest: int = 100, longest: int = 1024) -> Batch:
-    """All prompts first, then all output lengths, from one seeded generator: seed 0 is the same everywhere."""
+    """Draw all prompts first, then all output lengths, from one seeded generator: seed 0 is the same everywhere."""
     rng = random.Random(seed)
     last_id = min(10000, vocab_size - 1)
     prompts = [[rng.randint(0, last_id) for _ in range(rng.randint(shortest, longest))] for _ in range(num_requests)]
@@ -46,7 +46,7 @@ def mixed_batch(seed: int, vocab_size: int, num_requests: int = 256, shortest: i
 def mixed(
     clock: Clock, vocab_size: int, seed: int, num_requests: int = 256, shortest: int = 100, longest: int = 1024
 ) -> Figures:
-    """Output tokens per second, over all requests."""
+    """Return output tokens per second, over all requests."""
     batch = mixed_batch(seed, vocab_size, num_requests, shortest, longest)
     return {"tok_s": sum(batch.output_lens) / clock(batch)}
 
@@ -91,7 +91,7 @@ def shared(
     own_len: int = 128,
     output_len: int = 64,
 ) -> Figures:
-    """Wall time of all requests, with the part they share computed before."""
+    """Return the wall time of all requests, with the part they share computed before."""
     rng = random.Random(f"shared {seed}")
     prefix = random_ids(rng, shared_len, vocab_size)
     clock(Batch([[*prefix, *random_ids(rng, 1, vocab_size)]], [1]))
@@ -115,7 +115,7 @@ def num_runs_of(name: str) -> int:
 
 
 def measure(workload: Workload, llm: LLM, num_runs: int, num_warmups: int = 2, first_seed: int = 0) -> Figures:
-    """Medians over `num_runs` runs, with other prompts in each.
+    """Return medians over `num_runs` runs, with other prompts in each.
 
     Args:
         first_seed: measured a second time on the same engine, a workload needs seeds that it has not seen.
@@ -133,7 +133,7 @@ def measure(workload: Workload, llm: LLM, num_runs: int, num_warmups: int = 2, f
 
 
 def limits(workload: Workload, model: ModelConfig, config: EngineConfig, ceilings: Ceilings) -> Figures:
-    """The workload's figures at the machine's ceilings.
+    """Return the workload's figures at the machine's ceilings.
 
     Args:
         config: resolved for the model; its budgets shape the steps.
@@ -155,7 +155,7 @@ def is_rate(figure: str) -> bool:
 def _first_and_step(
     clock: Clock, rng: random.Random, vocab_size: int, num_requests: int, prompt_len: int, output_len: int
 ) -> tuple[float, float]:
-    """(seconds to the first tokens, seconds per step after that), by the difference of two runs."""
+    """Return the seconds to the first tokens and the seconds per step after that, by the difference of two runs."""
 
     def seconds(num_tokens: int) -> float:
         prompts = [random_ids(rng, prompt_len, vocab_size) for _ in range(num_requests)]

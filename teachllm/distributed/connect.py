@@ -29,10 +29,10 @@ def connected(
     device: torch.device,
     timeout_s: float = _TIMEOUT_S,
 ) -> Iterator[Ranks]:
-    """Joins the ranks of an engine, or of all that share experts, and leaves them at the end.
+    """Join the ranks of an engine, or all ranks that share experts, and leave them at the end.
 
     Args:
-        device: that this rank computes on.
+        device: the device that this rank computes on.
         timeout_s: how long any exchange may take.
 
     Raises:

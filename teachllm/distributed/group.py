@@ -118,7 +118,7 @@ class Group(Protocol):
         ...
 
     def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
-        """Exchange rows, [sum(sends), ...] -> [sum(receives), ...].
+        """Send and receive rows: map [sum(sends), ...] to [sum(receives), ...].
 
         Args:
             sends: rows for each rank.

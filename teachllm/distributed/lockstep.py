@@ -32,19 +32,19 @@ class LockstepEnd(NamedTuple):
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """To be passed on."""
+        """Return the descriptors, to be passed on."""
         return self.hears, *self.tells
 
 
 def lockstep_ends(num_replicas: int) -> list[LockstepEnd]:
-    """One for each; whoever passes them on closes them, see `close_ends`."""
+    """Create one end per replica; the process that passes the ends on closes them, see `close_ends`."""
     pipes = [os.pipe() for _ in range(num_replicas)]
     writers = [writer for _, writer in pipes]
     return [LockstepEnd(pipes[i][0], (*writers[:i], *writers[i + 1 :])) for i in range(num_replicas)]
 
 
 def close_ends(ends: Sequence[LockstepEnd]) -> None:
-    """Those of all replicas."""
+    """Close the ends of all replicas."""
     for descriptor in {each for end in ends for each in end.descriptors}:
         os.close(descriptor)
 
@@ -72,14 +72,14 @@ class Lockstep:
         return self._num_left == len(self._tells)
 
     def begin(self) -> None:
-        """Counts a step that is about to begin."""
+        """Count a step that is about to begin."""
         self._num_begun += 1
         if self._num_begun > self._num_wanted:
             self._num_wanted = self._num_begun
             self._tell(self._num_begun)
 
     def leave(self) -> None:
-        """From now on this replica begins no step by itself."""
+        """Tell the others that from now on this replica begins no step by itself."""
         self._tell(_LEAVES)
 
     def hear(self) -> bool:

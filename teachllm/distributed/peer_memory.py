@@ -36,7 +36,7 @@ class Whereabouts(NamedTuple):
 
 
 def whereabouts(device: torch.device) -> Whereabouts:
-    """This process's."""
+    """Return this process's whereabouts."""
     return Whereabouts(zlib.crc32(socket.gethostname().encode()), torch.cuda.device_count(), device.index)
 
 

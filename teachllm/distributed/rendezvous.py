@@ -20,18 +20,18 @@ class Rendezvous(NamedTuple):
 
 
 def listen_here() -> socket.socket:
-    """A socket for the ranks of this machine, on a port that is free, out of reach for any other machine."""
+    """Open a socket for the ranks of this machine, on a port that is free, out of reach for any other machine."""
     return socket.create_server(("127.0.0.1", 0))
 
 
 def rendezvous_at(listener: socket.socket) -> Rendezvous:
-    """That of `listen_here`, for the rank that listens; others do without the descriptor."""
+    """Return the rendezvous at `listen_here`, for the rank that listens; other ranks do without the descriptor."""
     host, port = listener.getsockname()
     return Rendezvous(host, port, listener.fileno())
 
 
 def keep_store(host: str, timeout_s: float) -> tuple[Rendezvous, Any]:
-    """A meeting point in this process, for ranks in others.
+    """Keep a meeting point in this process, for ranks in others.
 
     Args:
         host: this machine's name or address, as the ranks know it.

@@ -35,7 +35,7 @@ class RingEnd(NamedTuple):
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """To be passed on."""
+        """Return the descriptors, to be passed on."""
         return self[:3]
 
 
@@ -60,14 +60,14 @@ class RingWriter:
         self._slot = 0
 
     def hand_over(self) -> None:
-        """Closes the readers' ends: whoever reads has its own copy."""
+        """Close the readers' ends: each reader has its own copy."""
         for end in self.ends:
             for descriptor in (end.filled, end.emptied):
                 os.close(descriptor)
         self.ends = []
 
     def write(self, data: bytes) -> None:
-        """Writes a message, and waits as long as its slots are not empty.
+        """Write a message, and wait as long as its slots are not empty.
 
         Raises:
             BrokenPipeError: a reader has gone.
@@ -92,7 +92,7 @@ class RingWriter:
                 self._num_free[reader] += len(told)
 
     def close(self) -> None:
-        """Readers read what is left, and then that it is the end."""
+        """Close the ring: readers read what is left, and then that it is the end."""
         self.hand_over()
         for descriptor in (*self._filled, *self._emptied):
             os.close(descriptor)
@@ -117,7 +117,7 @@ class RingReader:
         self._slot = 0
 
     def read(self) -> bytes | None:
-        """Waits for the next message; None: the writer has gone."""
+        """Wait for the next message; return None if the writer has gone."""
         pieces: list[bytes] = []
         spin_until(lambda: self._poll.poll(0), self._spin_seconds)
         while True:
@@ -140,7 +140,7 @@ class RingReader:
 
 
 def _memory(num_bytes: int) -> int:
-    """The descriptor of memory without a name: it is gone with the last process that has it open."""
+    """Return the descriptor of memory without a name: it is gone with the last process that has it open."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("teachllm ring")
     else:

@@ -51,13 +51,13 @@ ALL = Shard()
 
 
 def spread(size: int, count: int) -> list[range]:
-    """`size` things in `count` runs, as equal as can be."""
+    """Divide `size` things into `count` runs, as equal as possible."""
     ends = [size * i // count for i in range(count + 1)]
     return [range(start, end) for start, end in pairwise(ends)]
 
 
 def of_kv_heads(tensor_rank: int, num_ranks: int, num_kv_heads: int) -> Shard:
-    """A rank's KV heads: an equal share, or, where there are fewer than ranks, one that several ranks have."""
+    """Return a rank's KV heads: an equal share, or, with fewer heads than ranks, one that several ranks have."""
     if num_ranks <= num_kv_heads:
         return Shard(tensor_rank, num_ranks)
     return Shard(tensor_rank * num_kv_heads // num_ranks, num_kv_heads)

@@ -49,7 +49,7 @@ def step_bytes(
         dtype_bytes: of a hidden state's number.
         num_tokens: of its replica; 0: it has nothing to compute, but others that share its experts have.
         num_sampled: rows that are sampled from.
-        num_filtered: those of them that are random and have a filter.
+        num_filtered: how many of them are random and have a filter.
         num_told: how many of a row's logits each rank tells then, as `shared_filters.num_told`.
         top_k: experts of a token.
         rows: for each of its layers whose experts are spread over replicas.
@@ -82,7 +82,7 @@ def step_bytes(
 
 
 def expected_rows(num_tokens: int, num_experts: int, top_k: int, num_ranks: int) -> float:
-    """Rows that go to other ranks, were any `top_k` experts as likely as any others; of ranks with equally many.
+    """Return the rows that go to other ranks if any `top_k` experts are equally likely; ranks have equally many.
 
     A rank is spared a token's row if none of the token's experts is there.
     """

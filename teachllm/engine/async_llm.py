@@ -57,10 +57,10 @@ class AsyncLLM(EngineThread):
         progress: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> AsyncLLM:
-        """Loads a model, and serves it.
+        """Load a model, and serve it.
 
         Args:
-            own_process, trace_sink, progress: as of `Engine`.
+            own_process, trace_sink, progress: as in `Engine`.
             settings: of this class.
 
         Raises:
@@ -71,7 +71,7 @@ class AsyncLLM(EngineThread):
 
     @property
     def config(self) -> EngineConfig:
-        """The settings as resolved for the model."""
+        """Return the settings as resolved for the model."""
         return self._engine.config
 
     @property
@@ -80,17 +80,17 @@ class AsyncLLM(EngineThread):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that the model knows."""
+        """Return the number of token ids that the model knows."""
         return self._engine.model_config.vocab_size
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the KV cache; of replicas, each."""
+        """Return the number of blocks of the KV cache; of replicas, each."""
         return self._engine.num_blocks
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
-        """Sampling settings that the checkpoint recommends, under SamplingParams' names."""
+        """Return the sampling settings that the checkpoint recommends, under SamplingParams' names."""
         return self._engine.generation_defaults
 
     # -- requests ------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class AsyncLLM(EngineThread):
         request_id: str | None = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Answers one prompt, yielding its output whenever it has grown. Leaving the loop early aborts it.
+        """Answer one prompt, yielding its output whenever it has grown. Leaving the loop early aborts it.
 
         Args:
             prompt, sampling_params, options: as in `Engine.add_request`.
@@ -160,15 +160,15 @@ class AsyncLLM(EngineThread):
         return RequestStream(stream, leave)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request. Its stream ends with what there is; nothing happens if it has ended already."""
+        """End a request. Its stream ends with what there is; nothing happens if it has ended already."""
         await self._ask(lambda: self._abort(request_id))
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets the KV of all that no request holds."""
+        """Forget the KV of all blocks that no request holds."""
         await self._ask(self._engine.reset_prefix_cache)
 
     def next_id(self) -> str:
-        """An id that this has given to no other request."""
+        """Return an id that this has given to no other request."""
         self._num_requests += 1
         return f"request-{self._num_requests}"
 
@@ -224,6 +224,6 @@ class AsyncLLM(EngineThread):
 
 
 def _hand_on(added: Future[None], queued: Future[None]) -> None:
-    """What cannot be queued will not be added."""
+    """Refuse what cannot be queued: it will not be added."""
     if (error := queued.exception()) is not None:
         refuse(added, error)

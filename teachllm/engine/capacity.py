@@ -46,7 +46,7 @@ class _NoExecutor:
 
 
 def runs_undisturbed(config: EngineConfig, num_blocks: int, num_requests: int, input_len: int, output_len: int) -> bool:
-    """Return whether so many requests, arriving together, run with none preempted and none waiting for blocks.
+    """Return whether requests that arrive together run with none preempted and none waiting for blocks.
 
     Args:
         config: resolved.
@@ -67,7 +67,7 @@ def runs_undisturbed(config: EngineConfig, num_blocks: int, num_requests: int, i
 
 
 def num_undisturbed(config: EngineConfig, num_blocks: int, input_len: int, output_len: int) -> int:
-    """The most requests for which `runs_undisturbed` holds, no more than `max_num_seqs`.
+    """Return the most requests for which `runs_undisturbed` holds, no more than `max_num_seqs`.
 
     Raises:
         ValueError: one alone is longer than `max_model_len`.

@@ -91,7 +91,7 @@ class EngineCore:
             self.scheduler.kv.record_events()
 
     def add(self, request: Request) -> None:
-        """Queues a request.
+        """Add a request to the queue.
 
         Raises:
             ValueError: it can never run; the message has the numbers.
@@ -106,18 +106,18 @@ class EngineCore:
                 raise
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> bool:
-        """Ends a request now: an abort, or a stop string found in its text. False if it has ended already."""
+        """End a request now: an abort, or a stop string found in its text. Return False if it has ended already."""
         ended = self.scheduler.finish(request_id, reason, stop_reason)
         if ended and self.recorder is not None:
             self.recorder.end(request_id, reason, self.scheduler)
         return ended
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the content of every block that no request holds."""
+        """Forget the content of every block that no request holds."""
         self.scheduler.kv.reset_prefix_cache()
 
     def count(self) -> None:
-        """From now on `stats` tells."""
+        """Start counting, for `stats`."""
         self._counter = StepCounter()
 
     def stats(self) -> StepStats | None:
@@ -143,7 +143,7 @@ class EngineCore:
         return self.scheduler.has_unfinished or bool(self._pending)
 
     def step(self) -> list[RequestUpdate]:
-        """One turn of the loop.
+        """Run one turn of the loop.
 
         Returns:
             What changed, for the step whose tokens arrived: this one, or with `async_scheduling` the one before.
@@ -163,7 +163,7 @@ class EngineCore:
 
     @property
     def num_pending(self) -> int:
-        """Steps that are launched and whose tokens have not been asked for."""
+        """Count the steps that are launched and whose tokens have not been asked for."""
         return len(self._pending)
 
     def launch(self) -> bool:
@@ -186,7 +186,7 @@ class EngineCore:
         return bool(plan.scheduled)
 
     def execute_dummy_step(self) -> None:
-        """An empty step, which other replicas take: they share experts with this one, which has nothing to compute.
+        """Run an empty step, which other replicas take: they share experts with this one, which has nothing to compute.
 
         Raises:
             EngineDeadError: a process has ended, or the step failed.
@@ -198,7 +198,7 @@ class EngineCore:
             self.recorder.write("serve", time=began, end=self.clock(), ranks=result.ranks)
 
     def collect(self) -> list[RequestUpdate]:
-        """Waits for the oldest step's tokens and takes them over."""
+        """Wait for the oldest step's tokens and take them over."""
         plan, output, times, work = self._pending[0]
         asked = self.clock()
         try:
@@ -245,7 +245,7 @@ class EngineCore:
                 told["begin"], told["end"] = self.clock.at(told["begin"]), self.clock.at(told["end"])
 
     def _admit(self, plan: SchedulerOutput, now: float) -> None:
-        """Marks those whom a plan names for the first time."""
+        """Mark the requests that a plan names for the first time."""
         for scheduled in plan.scheduled:
             if scheduled.new_row is not None:
                 request = self.scheduler.requests[scheduled.request_id]
@@ -262,7 +262,7 @@ class EngineCore:
         return self._roofline.work(plan, kv.num_used_blocks * kv.block_size)
 
     def _take_back(self, plan: SchedulerOutput, error: BaseException) -> None:
-        """A step failed: with it go all whose results have not been taken, since any may rest on another."""
+        """Drop a failed step and all steps whose results have not been taken, since any may rest on another."""
         oldest = self._pending[0][0] if self._pending else plan
         try:
             for _, output, _, _ in self._pending:  # a device may still read what the next plan would write over
@@ -317,7 +317,7 @@ def _seconds_of(result: ModelRunnerOutput, times: StepTimestamps, share_clock: b
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:
-    """A configuration as the trace's header carries it: plain JSON, which `EngineConfig` takes again."""
+    """Describe a configuration as the trace's header carries it: plain JSON, which `EngineConfig` takes again."""
     settings = {name: getattr(config, name) for name in config.__dataclass_fields__}
     speculation = config.speculative_config
     return settings | {"speculative_config": None if speculation is None else asdict(speculation)}

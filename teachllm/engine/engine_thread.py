@@ -77,21 +77,21 @@ class EngineThread:
     # -- for a class of this: all in the thread ------------------------------------------------------------
 
     def _take(self, changed: list[RequestOutput]) -> None:
-        """A step has changed these outputs."""
+        """Take the outputs that a step has changed."""
 
     def _let_in(self) -> None:
-        """There may be room for those who wait for it."""
+        """Let waiting requests in, if there is room for them."""
 
     def _fail(self, error: Exception) -> None:
         """End all requests: which of them a step failed for is not known."""
 
     def _give_up(self, error: Exception) -> None:
-        """No step will come any more."""
+        """Note that no step will come any more."""
 
     # -- from anywhere -------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """No further step begins; requests may be added and aborted.
+        """Stop beginning further steps; requests may be added and aborted.
 
         Raises:
             ValueError: the core has a process of its own, which keeps its own pace.
@@ -106,14 +106,14 @@ class EngineThread:
             self._wake.notify()
 
     def step(self, count: int = 1) -> None:
-        """While it is paused: so many steps, if there is work."""
+        """Run `count` steps while it is paused, if there is work."""
         with self._wake:
             if self._is_paused and (self._engine.has_unfinished_requests or self._orders):
                 self._num_single_steps += count
             self._wake.notify()
 
     def set_pace(self, seconds: float) -> None:
-        """From one step's beginning to the next one's pass at least so many seconds.
+        """Set the least time from one step's beginning to the next one's.
 
         Raises:
             ValueError: less than none, or more than an hour; or the core has a process of its own.
@@ -130,7 +130,7 @@ class EngineThread:
         return self._is_paused
 
     def call(self, order: Callable[[], T]) -> Future[T]:
-        """Runs something in the engine's thread, between two steps: the only way to look at the engine from outside.
+        """Run something in the engine's thread, between two steps: the only way to look at the engine from outside.
 
         Raises:
             EngineDeadError: a process of the engine has ended.
@@ -148,7 +148,7 @@ class EngineThread:
         return done
 
     def close(self) -> None:
-        """Ends its requests, its thread and the engine. A step under way is waited for."""
+        """End its requests, its thread and the engine. Wait for a step under way."""
         with self._wake:
             self._is_closing = True
             self._wake.notify()
@@ -197,7 +197,7 @@ class EngineThread:
                 self._step()
 
     def _wait(self, seconds: float, pace: float) -> None:
-        """For the next step's time, or until something else is to be done."""
+        """Wait for the next step's time, or until something else is to be done."""
         with self._wake:
             self._rest(lambda: bool(self._orders) or self._is_closing or self._pace != pace, seconds)
 
@@ -256,7 +256,7 @@ def _name_this_thread(name: str) -> None:
 
 
 def carry_out(order: Callable[[], Any], done: Future[Any]) -> None:
-    """Does what was ordered, unless whoever ordered it has given up."""
+    """Run what was ordered, unless the order was cancelled."""
     if not done.set_running_or_notify_cancel():
         return
     try:

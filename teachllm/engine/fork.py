@@ -32,7 +32,7 @@ BEFORE = -1  # the step of what is computed before the fork's first
 
 
 def fork_config(header: Mapping[str, Any], **changes: Any) -> EngineConfig:
-    """The settings of a trace's engine, some of them changed.
+    """Return the settings of a trace's engine, some of them changed.
 
     The pool stays as large as it was, in tokens, unless `num_gpu_blocks_override` is among the changes. A change of
     `load_format` holds for a draft model, too.
@@ -65,7 +65,7 @@ def fork_config(header: Mapping[str, Any], **changes: Any) -> EngineConfig:
 
 
 def fork(state: Replay, config: EngineConfig, sink: Callable[[str], None], at: float) -> Engine:
-    """A second engine, which goes on from a state of the first.
+    """Start a second engine, which goes on from a state of the first.
 
     Args:
         state: of a trace with token ids.
@@ -104,7 +104,7 @@ def arrived_params(arrival: Mapping[str, Any]) -> SamplingParams:
 
 
 def _go_on(engine: Engine, state: Replay, live: list[RequestState], at: float) -> None:
-    """Gives an engine the live requests of a state, and its trace the line that says so."""
+    """Hand an engine the live requests of a state, and its trace the line that reports it."""
     engine.inputs.num_requests = len(state.requests)  # so that those to come have noise of their own
     requests = [_request(engine, known) for known in live]
     for request, known in zip(requests, live, strict=True):
@@ -149,7 +149,7 @@ def _go_on(engine: Engine, state: Replay, live: list[RequestState], at: float) -
 
 
 def _request(engine: Engine, known: RequestState) -> Request:
-    """A request as its arrival tells it, with the tokens that it has by now."""
+    """Build a request as its arrival describes it, with the tokens that it has by now."""
     arrival = known.arrival
     params = arrived_params(arrival)
     request = Request(
@@ -170,7 +170,7 @@ def _request(engine: Engine, known: RequestState) -> Request:
 
 
 def _resume(engine: Engine, request: Request, num_computed_tokens: int) -> None:
-    """Makes a waiting request a running one whose first tokens are in the cache, if there is room for it."""
+    """Turn a waiting request into a running one whose first tokens are in the cache, if there is room for it."""
     scheduler, executor = engine.core.scheduler, engine.core.executor
     if num_computed_tokens == 0 or not scheduler.config.enable_kv_cache:
         return  # it has nothing, or keeps nothing, of which to make use

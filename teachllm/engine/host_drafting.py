@@ -26,7 +26,7 @@ class HostDrafting:
         self._num_failures = 0  # since it last had something to offer, or nothing to say
 
     def propose(self, updates: Sequence[RequestUpdate]) -> None:
-        """Puts ids in the place of the proposals that the plan has asked for."""
+        """Put ids in the place of the proposals that the plan has asked for."""
         for request in (update.request for update in updates):
             if request.draft_token_ids and not request.finished:
                 num_tokens, request.draft_token_ids = len(request.draft_token_ids), []
@@ -35,7 +35,7 @@ class HostDrafting:
                     request.draft_token_ids = self._ask(token_ids, num_tokens)
 
     def _ask(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """Proposals up to the first that is none."""
+        """Return proposals up to the first invalid one."""
         name = type(self._drafter).__name__
         ids: list[int] = []
         try:

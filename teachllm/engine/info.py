@@ -27,9 +27,9 @@ Row = tuple[str, str, str]  # what, amount, explanation
 
 
 def describe_model(config: EngineConfig, input_len: int | None = None, output_len: int | None = None) -> list[Row]:
-    """The model's shape, then its memory table, then how many equal requests run at once.
+    """Describe the model's shape, then its memory table, then how many equal requests run at once.
 
-    Of several ranks each is told, and the table is that of the one with room for the fewest blocks, as many as all get.
+    Of several ranks, each is described; the table is for the rank with room for the fewest blocks, as many as all get.
 
     Args:
         input_len, output_len: tokens of such a request; None is 1024 and 128, or less where the model's context is.
@@ -105,7 +105,7 @@ def _replicas(config: EngineConfig, device: torch.device) -> list[Row]:
 
 
 def _quantization_rows(model: ModelConfig, device: torch.device) -> list[Row]:
-    """Return what the weights of layers became; if they differ, those of the first."""
+    """Return what the weights of layers became; if they differ, what the first layer's became."""
     if model.quantization is None:
         return []
     takes = f"layers take {format_bytes(model.active_bytes)}"
@@ -118,7 +118,7 @@ def _quantization_rows(model: ModelConfig, device: torch.device) -> list[Row]:
 
 
 def _met(model: ModelConfig) -> str:
-    """Of a mixture of experts, how much of it one token meets."""
+    """Describe how much of a mixture of experts one token meets."""
     if not model.has_experts:
         return ""
     return f"; between embedding and output head a token meets {model.num_active_parameters / 1e6:,.1f} M"

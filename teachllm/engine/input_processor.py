@@ -60,7 +60,7 @@ class InputProcessor:
         self.num_requests = 0
 
     def prepare(self, prompt: Prompt, params: SamplingParams, cache_salt: str | None = None) -> PreparedPrompt:
-        """Checks a prompt and its parameters, and tokenizes their texts. May run in any thread.
+        """Check a prompt and its parameters, and tokenize their texts. May run in any thread.
 
         Raises:
             ValueError: the prompt is none, can never fit, or a parameter does not suit the model.
@@ -79,7 +79,7 @@ class InputProcessor:
     def requests(
         self, request_id: str, prepared: PreparedPrompt, *, priority: int, arrival_time: float
     ) -> list[Request]:
-        """The `n` completions of a request; they share the prompt's blocks.
+        """Return the `n` completions of a request; they share the prompt's blocks.
 
         Raises:
             ValueError: the priority is none.
@@ -118,13 +118,13 @@ class InputProcessor:
         return replace(params, prompt_logprobs=everything) if params.prompt_logprobs == -1 else params
 
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The id sequences of a request's bad words; none without a tokenizer."""
+        """Return the id sequences of a request's bad words; none without a tokenizer."""
         if self._tokenizer is None or not params.bad_words:
             return ()
         return tuple(map(tuple, self._tokenizer.encode_bad_words(params.bad_words)))
 
     def _token_ids(self, prompt: Prompt) -> tuple[str | None, list[int], array[int]]:
-        """Text, ids and packed ids of a prompt. A long one's are looked at by C code alone: its first token waits."""
+        """Return text, ids and packed ids of a prompt. Only C code looks at a long one's ids: its first token waits."""
         text: str | None = None
         given: Any = prompt
         if isinstance(prompt, str):
@@ -154,7 +154,7 @@ class InputProcessor:
         return text, ids, packed
 
     def _check(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Refuses what this model or engine cannot do; returns the bad words as ids."""
+        """Refuse what this model or engine cannot do; return the bad words as ids."""
         vocab_size = self._model_config.vocab_size
         check_params(params, vocab_size, self._config.max_logprobs)
         for name, words in (("stop strings", params.stop_strings), ("bad_words", params.bad_words)):

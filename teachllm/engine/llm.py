@@ -62,7 +62,7 @@ class LLM:
 
     @property
     def config(self) -> EngineConfig:
-        """The settings as resolved for the model."""
+        """Return the settings as resolved for the model."""
         return self.engine.config
 
     @property
@@ -87,18 +87,18 @@ class LLM:
         return self._transformers_tokenizer
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets the content of every block that no request holds. Returns True, since it cannot fail."""
+        """Forget the content of every block that no request holds. Return True, since it cannot fail."""
         with self._lock, uninterrupted():
             self.engine.reset_prefix_cache()
         return True
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
-        """Sampling settings that the checkpoint recommends, under SamplingParams' names."""
+        """Return the sampling settings that the checkpoint recommends, under SamplingParams' names."""
         return self.engine.generation_defaults
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with what the checkpoint recommends."""
+        """Return SamplingParams with what the checkpoint recommends."""
         return SamplingParams(**self.generation_defaults)
 
     def generate(
@@ -109,7 +109,7 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts.
+        """Complete prompts.
 
         Args:
             prompts: a string, {"prompt": text} or {"prompt_token_ids": [...]}, or a list of these (or of lists of token
@@ -119,7 +119,7 @@ class LLM:
             priority: one for all, or one each; lower goes first, with scheduling_policy="priority". None is 0.
 
         Returns:
-            One output a prompt, in order.
+            One output per prompt, in order.
 
         Raises:
             ValueError: a prompt or its parameters are refused; none of the batch is left running.
@@ -151,7 +151,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers conversations: lists of {"role": ..., "content": ...}.
+        """Answer conversations: lists of {"role": ..., "content": ...}.
 
         Args:
             messages: one conversation or a list of them.
@@ -173,7 +173,7 @@ class LLM:
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **template_options: Any
     ) -> Generator[RequestOutput, None, None]:
-        """Answers one conversation, yielding its output whenever it has grown. Closing the generator aborts it."""
+        """Answer one conversation, yielding its output whenever it has grown. Closing the generator aborts it."""
         prompt = self._chat_prompt(messages, template_options)
         request_id, num_shown, is_finished = next(self._request_ids), 0, False
         try:

@@ -162,7 +162,7 @@ class Engine:
 
     @property
     def core(self) -> EngineCore:
-        """Scheduler and executor, to look at; there only if they are in this process."""
+        """Return scheduler and executor, to look at; they are there only if they are in this process."""
         if self.is_elsewhere:
             raise RuntimeError(
                 f"the engine's core is in a process of its own and cannot be looked at from here: set {_HERE}"
@@ -179,7 +179,7 @@ class Engine:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> RequestOutput:
-        """Queues a request.
+        """Add a request to the queue.
 
         Args:
             prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; or what `inputs.prepare` has made of
@@ -207,7 +207,7 @@ class Engine:
         return output
 
     def adopt_request(self, request: Request) -> RequestOutput:
-        """Queues a request that has been under way in another engine; its output begins with what it has.
+        """Add a request that has been under way in another engine to the queue; its output begins with what it has.
 
         Raises:
             ValueError: its id is taken, or it can never fit.
@@ -223,7 +223,7 @@ class Engine:
         return output
 
     def step(self) -> list[RequestOutput]:
-        """Computes one step; with a core elsewhere, waits for one, for anything else it says, or for `interrupt`.
+        """Compute one step; with a core elsewhere, wait for a step, for any other message, or for `interrupt`.
 
         Returns:
             The outputs that changed. An output is the same object at every step and grows; with asynchronous
@@ -251,7 +251,7 @@ class Engine:
         return list(changed.values())
 
     def abort_request(self, request_id: str) -> None:
-        """Ends a request, or with "request#2" one of its completions, and gives the blocks back.
+        """End a request, or with "request#2" one of its completions, and release the blocks.
 
         Nothing happens if it has ended already.
         """
@@ -259,11 +259,11 @@ class Engine:
             self._core.finish(child_id, FinishReason.ABORT)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets the content of every block that no request holds."""
+        """Forget the content of every block that no request holds."""
         self._core.reset_prefix_cache()
 
     def count(self) -> None:
-        """From now on `stats` tells."""
+        """Start counting, for `stats`."""
         self._core.count()
 
     def stats(self) -> StepStats | None:
@@ -271,7 +271,7 @@ class Engine:
         return self._core.stats()
 
     def interrupt(self) -> None:
-        """Ends the wait of a `step` in another thread, or of the next one."""
+        """End the wait of a `step` in another thread, or of the next one."""
         if self.is_elsewhere:
             cast(Any, self._core).interrupt()
 
@@ -291,9 +291,9 @@ class Engine:
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
-        """Sampling settings that the checkpoint recommends, under SamplingParams' names."""
+        """Return the sampling settings that the checkpoint recommends, under SamplingParams' names."""
         return dict(self.model_config.generation_defaults)
 
     def close(self) -> None:
-        """Gives the model's memory back; the engine cannot be used after this."""
+        """Release the model's memory; the engine cannot be used after this."""
         self._core.close()

@@ -48,14 +48,14 @@ def make_core(
     peers: Peers | None = None,
     overrides: EngineOverrides = NO_OVERRIDES,
 ) -> tuple[EngineCore, ModelConfig, Tokenizer | None]:
-    """Loads a model and joins it with a scheduler.
+    """Load a model and join it with a scheduler.
 
     Args:
         needs_tokenizer: False loads it only if a trace needs it.
         drafter: of method "custom".
         peers: replicas that have the other experts.
 
-    Other arguments as of `Engine`.
+    Other arguments are as in `Engine`.
 
     Raises:
         ValueError: the checkpoint or the settings are refused; one line says why and what to change.
@@ -140,7 +140,7 @@ def make_core(
 
 
 def check_ranks(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None) -> None:
-    """Before any process is started.
+    """Check the ranks before any process is started.
 
     Raises:
         ValueError: the ranks cannot share this model, or what is asked for besides.
@@ -198,7 +198,7 @@ def _speculation(
 
 
 def _check_drafter(config: EngineConfig, drafter: Drafter | None) -> None:
-    """Before anything is loaded.
+    """Check the drafter before anything is loaded.
 
     Raises:
         ValueError: a learner's drafter is missing, is one too many, or is none.
@@ -214,7 +214,7 @@ def _check_drafter(config: EngineConfig, drafter: Drafter | None) -> None:
 
 
 def _to_all(sinks: Sequence[Callable[[str], None]]) -> Callable[[str], None]:
-    """One sink in place of several."""
+    """Make one sink out of several."""
     if len(sinks) == 1:
         return sinks[0]
 

@@ -49,10 +49,10 @@ class OutputProcessor:
         self._taken: set[str] = set()  # both kinds, of requests that have not ended
 
     def check_free(self, request_id: str, children: list[Request]) -> None:
-        """Refuses ids that a live request, or one of its `n` children, has.
+        """Refuse ids that a live request, or one of its `n` children, has.
 
         Raises:
-            ValueError: which.
+            ValueError: names the id.
         """
         for wanted in (request_id, *(child.request_id for child in children)):
             if wanted in self._taken:
@@ -61,7 +61,7 @@ class OutputProcessor:
     def add(
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], children: list[Request]
     ) -> RequestOutput:
-        """Opens the output of a request and its `n` children."""
+        """Open the output of a request and its `n` children."""
         metrics = RequestMetrics(children[0].arrival_time)
         output = RequestOutput(request_id, prompt, prompt_token_ids, outputs=[], metrics=metrics)
         if children[0].sampling_params.prompt_logprobs is not None:
@@ -85,7 +85,7 @@ class OutputProcessor:
         return output
 
     def update(self, update: RequestUpdate, now: float) -> tuple[RequestOutput, StopMatch | None]:
-        """Adds a step's tokens to the output; returns it, and the stop string that ends it if one did."""
+        """Add a step's tokens to the output; return it, and the stop string that ends it if one did."""
         request, tokens = update.request, update.new_token_ids
         child = self._children[request.request_id]
         output, completion = child.output, child.completion
@@ -124,14 +124,14 @@ class OutputProcessor:
         return output, match
 
     def abort(self, request_id: str) -> list[str]:
-        """Ends a request, or a child of one, as aborted; returns the scheduler's ids of those that were running."""
+        """End a request, or a child of one, as aborted; return the scheduler's ids of the running children."""
         running = [child_id for child_id in self._ids.get(request_id, [request_id]) if child_id in self._children]
         for child_id in running:
             self._end(child_id, "abort", None)
         return running
 
     def owners(self, child_ids: list[str]) -> list[str]:
-        """The user's ids of the requests that have these children, each once."""
+        """Return the user's ids of the requests that have these children, each once."""
         return list(dict.fromkeys(self._children[child_id].output.request_id for child_id in child_ids))
 
     def _end(self, child_id: str, reason: str, stop_reason: str | int | None) -> None:
@@ -163,12 +163,12 @@ class OutputProcessor:
     def _logprobs(
         self, entry: TokenLogprobs, before: list[int], added: str | None, decodes: bool
     ) -> dict[int, Logprob]:
-        """By token id: the one at hand first, as vLLM has it, then the most likely ones, best first.
+        """Return logprobs by token id: the sampled one first, as vLLM has it, then the most likely ones, best first.
 
         Args:
             before: the ids in front of it.
-            added: what the one at hand adds to the text; None if it is no part of it.
-            decodes: tokens are told as text.
+            added: what the sampled token adds to the text; None if it is no part of it.
+            decodes: also give tokens as text.
         """
         found = {entry.token_id: Logprob(entry.logprob, entry.rank)}
         for rank, (token_id, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
@@ -185,6 +185,6 @@ class OutputProcessor:
 
 
 def _add_text(logprob: Logprob | None, text: str) -> None:
-    """Adds what ends a text, and is no character, to the token that it ends with."""
+    """Add what ends a text, and is no character, to the token that it ends with."""
     if logprob is not None and text:
         logprob.decoded_token = (logprob.decoded_token or "") + text

@@ -43,7 +43,7 @@ class OutputStream:
         self._told = [0] * len(source.outputs)
 
     def put(self, source: RequestOutput) -> None:
-        """Tells how far the output has come."""
+        """Pass on how far the output has come."""
         with self._lock:
             if self._new is None:
                 self._new = copy(source)
@@ -68,7 +68,7 @@ class OutputStream:
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def next(self) -> RequestOutput:
-        """The reader's object, grown; waits until there is something new."""
+        """Return the reader's object, grown; wait until there is something new."""
         new: RequestOutput | None = None
         while new is None:  # it may have been woken for what it has taken already
             await self._arrived.wait()
@@ -109,14 +109,14 @@ class RequestStream:
         return await self._stream.next()
 
     async def aclose(self) -> None:
-        """The reader has had enough: the request is aborted, unless it has ended."""
+        """Abort the request, unless it has ended: the reader wants no more."""
         if not self._stream.has_ended:
             self._stream.has_ended = True
             await self._leave()
 
 
 def _extend(output: CompletionOutput, source: CompletionOutput, first: int) -> None:
-    """Adds the tokens of `source` from index `first` on, and takes over all that is said of the whole."""
+    """Add the tokens of `source` from index `first` on, and copy every field that describes the whole."""
     output.token_ids += source.token_ids[first:]
     if source.logprobs is not None:
         if output.logprobs is None:

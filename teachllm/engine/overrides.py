@@ -51,7 +51,7 @@ class EngineOverrides:
     choose_replica: Callable[[Sequence[int], Sequence[int]], int] | None = None
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of these names that are not the engine's own; without names, all of them."""
+        """Return the overrides of these names that are given; without names, all that are given."""
         wanted = names or tuple(field.name for field in fields(self))
         return {name: value for name in wanted if (value := getattr(self, name)) is not None}
 

@@ -47,11 +47,11 @@ def load_model(
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> Model:
-    """Builds the model on `device` and fills it; in eval mode, without gradients.
+    """Build the model on `device` and fill it; return it in eval mode, without gradients.
 
     Args:
         progress: called with (bytes read, bytes in all).
-        ranks: that share it; the part of one is loaded.
+        ranks: the ranks that share it; the part of one is loaded.
 
     Raises:
         ModelError: the checkpoint is broken, names the tensor and the file; or holds pickles that were not asked for;
@@ -93,7 +93,7 @@ def _elsewhere(own: CausalLM, model_config: ModelConfig, schemes: Schemes, ranks
 
 
 def _warn_of_batch_scales(model: nn.Module, model_config: ModelConfig) -> None:
-    """Says so if the checkpoint asks for what would be lossy."""
+    """Warn if the checkpoint asks for scales that would be lossy."""
     parts = [part for module in model.modules() if isinstance(module, Linear) for part in module.unread()]
     if any(isinstance(part.scheme, Scaled) and part.scheme.of_batch for part in parts):
         warnings.warn(
@@ -116,7 +116,7 @@ def _warn_of_fp8(model: nn.Module, model_config: ModelConfig) -> None:
 
 
 def check_weights(folder: Path, load_format: str, where: str = "") -> None:
-    """Refuses a folder without readable weights.
+    """Refuse a folder without readable weights.
 
     Args:
         where: to set another `load_format`, for the message; " in speculative_config".
@@ -152,7 +152,7 @@ def stored_names(folder: Path, load_format: str, where: str = "") -> list[str]:
 def fill_from_checkpoint(
     model: CausalLM, model_config: ModelConfig, elsewhere: Container[str] = (), progress: Progress | None = None
 ) -> None:
-    """Copies every tensor of a checkpoint to its place in the model. Errors as in `fill`.
+    """Copy every tensor of a checkpoint to its place in the model. Errors are the same as in `fill`.
 
     Args:
         elsewhere: the names of tensors that other ranks read.
@@ -176,7 +176,7 @@ def fill(
     name_of: Callable[[str], str | None] = str,
     experts: ExpertNames | None = None,
 ) -> None:
-    """Copies every tensor of a checkpoint to its destination.
+    """Copy every tensor of a checkpoint to its destination.
 
     Args:
         name_of: the name of its destination, given a tensor's; None: it is not read.

@@ -25,7 +25,7 @@ def _everything(name: str) -> bool:
 
 
 def _all(name: str) -> None:
-    """Nothing is cut."""
+    """Return None: nothing is cut."""
 
 
 def read_safetensors(

@@ -90,7 +90,7 @@ def read_decoder(
     """Return what the engine has to know of any model; a family's own configuration adds to it.
 
     Args:
-        windows, context_len, experts: as of `DecoderConfig`.
+        windows, context_len, experts: as in `DecoderConfig`.
 
     Raises:
         ModelError: a key is missing or has a value that it cannot have.

@@ -74,7 +74,7 @@ class LlamaAttention(nn.Module):
         metadata: AttentionMetadata,
         last_layer_metadata: AttentionMetadata | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, num_heads * head_size]: all but the last projection.
+        """Map [num_tokens, hidden_size] to [num_tokens, num_heads * head_size]: all but the last projection.
 
         With `last_layer_metadata` only the tokens with logits attend: [num_logits, num_heads * head_size].
         """
@@ -107,7 +107,7 @@ class LlamaMLP(nn.Module):
         self.down_proj = Linear(size, out, config.mlp_bias, schemes, columns=shard.part, group=shard.group)
 
     def forward(self, x: Rows) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, intermediate_size]: all but the last projection."""
+        """Map [num_tokens, hidden_size] to [num_tokens, intermediate_size]: all but the last projection."""
         return self.gate_up_proj.gated(x)
 
     def add_to_residual(self, residual: torch.Tensor, x: Rows) -> tuple[Addend, torch.Tensor]:

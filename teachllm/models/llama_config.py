@@ -133,7 +133,7 @@ def _windows(values: JsonObject, architecture: str, num_layers: int) -> tuple[in
     """Return how far each layer looks back.
 
     With `layer_types`, the layers that it calls sliding have the window. Without, all layers of Mistral and Mixtral
-    do; if it is switched on, all of Qwen3-MoE, and those of Qwen from `max_window_layers` on; and no layer of Llama.
+    do; if it is switched on, all of Qwen3-MoE, and Qwen's from `max_window_layers` on; and no layer of Llama.
     """
     if architecture == "LlamaForCausalLM" and not values.has("layer_types"):
         return (None,) * num_layers

@@ -79,7 +79,7 @@ class ModelConfig(Shape):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes per value of the KV cache."""
+        """Return the bytes per value of the KV cache."""
         return 1 if self.has_quantized_kv else DTYPE_BYTES[self.dtype]
 
     @property
@@ -89,7 +89,7 @@ class ModelConfig(Shape):
 
 
 def load_model_config(config: EngineConfig, device_type: str = "cpu") -> ModelConfig:
-    """Finds the checkpoint of `config.model` and describes it.
+    """Find the checkpoint of `config.model` and describe it.
 
     Args:
         device_type: "cpu" or "cuda"; decides what dtype="auto" means.

@@ -55,7 +55,7 @@ class SparseMLP(nn.Module):
         self.load: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        """Map [num_tokens, hidden_size] to [num_tokens, hidden_size]."""
         routes = route(self.gate(x), self._config.top_k, self._config.renormalizes)
         if self.load is not None:
             chosen = routes.experts.flatten().long()
@@ -63,11 +63,11 @@ class SparseMLP(nn.Module):
         return self._exchange(self.experts, x, routes)
 
     def execute_dummy_step(self) -> None:
-        """Takes part in a step of other replicas, without tokens."""
+        """Take part in a step of other replicas, without tokens."""
         self(self.experts.gate_up.new_empty((0, self._hidden_size)))
 
     def add_to_residual(self, residual: torch.Tensor, x: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what is to be added to it, residual), as `Linear.add_to_residual`."""
+        """Return what is to be added to the residual, and the residual, as `Linear.add_to_residual` does."""
         assert isinstance(x, torch.Tensor)
         return self(x), residual
 

@@ -54,7 +54,7 @@ class MoeConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers that have experts."""
+        """Count the layers that have experts."""
         return sum(self.layers)
 
 

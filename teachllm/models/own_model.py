@@ -34,7 +34,7 @@ def describe_own(
 
     Args:
         raw: config.json, which is corrected where it says that the output head is the embedding and it is not.
-        load_format: as of `EngineConfig`; with random weights there are no stored tensors.
+        load_format: as in `EngineConfig`; with random weights there are no stored tensors.
 
     Raises:
         ModelError: config.json has a value that the family does not know, or sizes that are not the stored tensors'.
@@ -137,7 +137,7 @@ def _experts(experts: MoeConfig | None, layers: Sequence[int], coords: RankCoord
 
 
 def _check_num_layers(config: DecoderConfig, stored: Mapping[str, StoredTensor]) -> None:
-    """Refuse more layers than the stored tensors are of, before so many are made."""
+    """Refuse more layers than the stored tensors are of, before that many are made."""
     numbers = [int(match[1]) for name in stored if (match := _LAYER.match(name))]
     if numbers and config.num_layers > max(numbers) + 1:
         folder = next(iter(stored.values())).file.parent
@@ -148,7 +148,7 @@ def _check_num_layers(config: DecoderConfig, stored: Mapping[str, StoredTensor])
 
 
 def _check_sizes(raw: dict[str, Any], spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> None:
-    """Refuse sizes that are not those of the stored tensors, as far as tensors with their plain names tell.
+    """Refuse sizes that differ from the stored tensors' sizes, as far as tensors with their plain names tell.
 
     This comes before anything of these sizes has memory: one that is wrong by a digit asks for more than there is, and
     the error would be about memory.

@@ -43,7 +43,7 @@ def register(module: str, architectures: Mapping[str, str]) -> None:
 
 @contextmanager
 def registered(module: str, architectures: Mapping[str, str]) -> Iterator[None]:
-    """Add a family for as long as the context lasts. Arguments and errors are those of `register`."""
+    """Add a family for as long as the context lasts. Arguments and errors are the same as in `register`."""
     register(module, architectures)
     try:
         yield
@@ -80,7 +80,7 @@ def family_of(architecture: str) -> Family[Any]:
     """Return the family of an architecture.
 
     Raises:
-        ModelError: no family has it; names those that there are.
+        ModelError: no family has it; names the families that there are.
     """
     if architecture not in _MODULES:
         raise ModelError(f"this project has no code for {architecture}, only for {', '.join(_MODULES)}")
@@ -156,7 +156,7 @@ def architecture_of(raw: dict[str, Any]) -> str:
 
 
 def check_supported(raw: dict[str, Any], trust_remote_code: bool) -> None:
-    """Refuses what no setting makes run.
+    """Refuse a checkpoint that no setting makes run.
 
     Args:
         raw: config.json.
@@ -175,7 +175,7 @@ def check_supported(raw: dict[str, Any], trust_remote_code: bool) -> None:
 
 
 def check_features(raw: dict[str, Any], architecture: str) -> None:
-    """Refuses a configuration that asks for more than attention over K and V of blocks.
+    """Refuse a configuration that asks for more than attention over K and V of blocks.
 
     Args:
         raw: config.json, or all values of the configuration that transformers reads from it.

@@ -19,9 +19,9 @@ from teachllm.models.spec import ModelSpec
 
 
 def stage_layers(spec: ModelSpec, head: int, num_stages: int) -> list[range]:
-    """The layers of each stage, such that the one with the most to read has the least; then the one with the next most,
-    and so on. A layer's cost is twice what one token meets of it: a batch that gives all stages work reads about as
-    much KV as weights. The last stage has the head, too.
+    """Return the layers of each stage, such that the stage with the most to read has the least; then the stage with the
+    next most, and so on. A layer's cost is twice what one token meets of it: a batch that gives all stages work reads
+    about as much KV as weights. The last stage has the head, too.
 
     Args:
         spec: of the whole model.
@@ -40,7 +40,7 @@ def stage_layers(spec: ModelSpec, head: int, num_stages: int) -> list[range]:
 
     @cache
     def best(first: int, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(costs, the largest first; where each stage ends) of the layers from `first` on."""
+        """Return the costs, the largest first, and where each stage ends, of the layers from `first` on."""
         if stages == 1:
             return (ends[num_layers] - ends[first] + head,), (num_layers,)
         found = []

@@ -101,7 +101,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of parameters that a checkpoint holds; those of a tied output head count once."""
+        """Return the number of parameters that a checkpoint holds; a tied output head counts once."""
         return sum(each.num_parameters for each in self.ends) + sum(layer.num_parameters for layer in self.layers)
 
     @property
@@ -116,7 +116,7 @@ def collect(model: CausalLM, projections: Iterable[str] = ()) -> ModelSpec:
 
     Args:
         model: on the meta device, in the model's dtype.
-        projections: as of `ModelSpec`.
+        projections: as in `ModelSpec`.
 
     Raises:
         ModelError: it has a layer with no attention, or with several.

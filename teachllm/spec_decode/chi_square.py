@@ -13,7 +13,7 @@ _FEWEST_EXPECTED = 5.0  # of a cell, for its count to be near enough to normal
 
 
 def chi_square_test(found: Sequence[int], expected: Sequence[float]) -> tuple[float, int, float]:
-    """Pearson's test of counts against what was expected of each.
+    """Apply Pearson's test to counts and what was expected of each.
 
     Cells of which little is expected are put together, the rarest first, until enough is expected of them.
 
@@ -34,7 +34,7 @@ def chi_square_test(found: Sequence[int], expected: Sequence[float]) -> tuple[fl
 
 
 def upper_gamma(a: float, x: float) -> float:
-    """The regularised upper incomplete gamma function Q(a, x), for a > 0 and x >= 0.
+    """Compute the regularised upper incomplete gamma function Q(a, x), for a > 0 and x >= 0.
 
     By the series of 1 - Q below x = a + 1, by Lentz's continued fraction of Q above it: each converges fast there, and
     a small Q is no difference of large numbers. Source: Press et al., "Numerical Recipes", section 6.2.

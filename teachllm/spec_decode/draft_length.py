@@ -68,7 +68,7 @@ class FixedLength:
         pass
 
     def step_cost(self) -> StepCost | None:
-        """It times nothing."""
+        """Return None: a fixed length times nothing."""
         return None
 
 
@@ -117,7 +117,7 @@ class AdaptiveLength:
         self._num_accepted += num_accepted
 
     def time(self, plan: SchedulerOutput, seconds: float) -> None:
-        """A step took so long. What it verified has been observed before."""
+        """Take in how long a step took. What it verified has been observed before."""
         for request_id in plan.dropped:
             self._followed.pop(request_id, None)
         step = Step.of(plan, self._followed)
@@ -149,7 +149,7 @@ class AdaptiveLength:
         return [(request.draft_hits + others) / (request.draft_trials + weight) for request in requests]
 
     def _lost(self, step: Step, seconds: float) -> float:
-        """Plain steps by which a step took longer than its tokens are worth; negative if they are worth more."""
+        """Return how many plain steps longer a step took than its tokens are worth; negative if they are worth more."""
         times, levels = self._times, bisect_left(self._sizes, step.deepest)
         plain = times.seconds(step.num_requests, 0, 0)
         on_prompts = times.per_token * (step.num_tokens - step.num_drafts - step.num_requests)
@@ -164,7 +164,7 @@ class AdaptiveLength:
         return (seconds / max(self._slowness, 1.0) - worth - on_prompts) / plain
 
     def _weigh(self, rates: Sequence[float]) -> list[Option]:
-        """Every number of levels, as far as any request drafts so deep."""
+        """Weigh every number of levels, as far as any request drafts so deep."""
         num_requests, times = len(rates), self._times
         plain = times.seconds(num_requests, 0, 0)
         # A token more takes `per_token`; the batch makes so many in that time.
@@ -187,7 +187,7 @@ class AdaptiveLength:
         return options
 
     def _settle(self, options: Sequence[Option], requests: Sequence[Request]) -> None:
-        """Chooses among the lengths that are known; ends a trial."""
+        """Choose among the lengths that are known, and end a trial."""
         num_requests, trials = len(requests), self._trials
         self._levels = min(self._levels, len(options) - 1)
         if options[self._levels].gain < (_STOP if trials.account >= 0 else _START):
@@ -206,7 +206,8 @@ class AdaptiveLength:
                 trials.current = None
 
     def _is_better(self, options: Sequence[Option], levels: int, requests: Sequence[Request]) -> bool:
-        """Than what is done now, by enough. A drafter that begins must catch up first, and that must pay.
+        """Tell whether a length is better by enough than the current one. A drafter that begins must catch up first,
+        and that must pay.
 
         While requests come, it does not begin: how many there will be is not known yet.
         """
@@ -220,7 +221,7 @@ class AdaptiveLength:
         )
 
     def _catch_up(self, some: Sequence[Request], num_requests: int) -> float:
-        """Return how long until a drafter has followed some of so many requests, in plain steps of all."""
+        """Return how long until a drafter has followed some of `num_requests` requests, in plain steps of all."""
         followed, num_behind = self._followed, 0
         for each in some:
             num_known = max(each.num_computed_tokens, each.num_prompt_tokens)  # a prompt is followed to its end
@@ -228,7 +229,7 @@ class AdaptiveLength:
         return self._times.per_token_behind * num_behind / self._times.seconds(num_requests, 0, 0)
 
     def _look_further(self, options: Sequence[Option], requests: Sequence[Request]) -> None:
-        """Tries something, if anything is worth it and due."""
+        """Try another length, if one is worth it and due."""
         num_requests, now, trials = len(requests), self._levels, self._trials
         load = num_requests.bit_length()
         sure = self._num_tested / (self._num_tested + _PRIOR_REJECTIONS)
@@ -259,7 +260,7 @@ class AdaptiveLength:
     def _lengths(
         self, options: Sequence[Option], requests: Sequence[Request], rates: Sequence[float]
     ) -> list[tuple[int, str]]:
-        """For each request."""
+        """Return the length of each request's draft, and why."""
         trial, mean = self._trials.current, sum(rates) / len(rates)
         levels = self._levels if trial is None else trial.levels
         if not levels and self._levels:
@@ -288,10 +289,10 @@ def make_draft_length(
     draft_cost: float,
     prepare: Callable[[Sequence[int], bool], Prior | None] | None = None,
 ) -> FixedLength | AdaptiveLength:
-    """For a configuration.
+    """Make the draft length of a configuration.
 
     Args:
-        draft_cost: as of `AdaptiveLength`.
+        draft_cost: as in `AdaptiveLength`.
         prepare: as `Runner.prepare`, for `sizes` of `AdaptiveLength`, whose `prior` it returns.
     """
     sizes = [0, *accumulate(map(len, DraftTree.of_config(speculation).levels))]

@@ -60,7 +60,7 @@ class DraftModel:
         return input_ids, positions, self.kv_caches, metadata
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size]; ids that it does not know are never drawn."""
+        """Map [num_rows, hidden_size] to [num_rows, vocab_size]; ids unknown to the draft model are never drawn."""
         logits = draft_logits(self.model, hidden)
         if self._num_ids < self._vocab_size:
             return F.pad(logits, (0, self._vocab_size - self._num_ids), value=-torch.inf)

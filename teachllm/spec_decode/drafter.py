@@ -36,7 +36,7 @@ FlatTokens = tuple[torch.Tensor, torch.Tensor, AttentionMetadata]
 
 class Drafter(Protocol):
     def propose(self, token_ids: Sequence[int], num_tokens: int) -> Sequence[int]:
-        """Up to `num_tokens` guesses for what follows a request's prompt and output; none is an answer, too."""
+        """Return up to `num_tokens` guesses for what follows a request's prompt and output; none is an answer, too."""
 
 
 def check_drafter(drafter: object) -> None:
@@ -81,10 +81,10 @@ class DraftBatch(Protocol):
     features: Mapping[int, torch.Tensor]
 
     def behind(self) -> FlatTokens:
-        """All known tokens whose K and V the drafter has not computed, the newest included."""
+        """Return all known tokens whose K and V the drafter has not computed, the newest included."""
 
     def verified(self) -> tuple[torch.Tensor, FlatTokens]:
-        """The step's own tokens that turned out to be true, each paired with the id of the one that follows it.
+        """Return the step's own tokens that turned out to be true, each paired with the id of the token after it.
 
         Returns:
             Their places among the step's tokens, [num_tokens] int64; and their flat tokens, whose ids are those of
@@ -92,7 +92,7 @@ class DraftBatch(Protocol):
         """
 
     def push(self, level: int, logits: torch.Tensor) -> None:
-        """Draws the drafts of one level.
+        """Draw the drafts of one level.
 
         A request draws as it samples: the most likely tokens, or at random at its temperature.
 
@@ -103,14 +103,15 @@ class DraftBatch(Protocol):
         """
 
     def pushed(self, level: int, shift: int = 0) -> FlatTokens:
-        """The drafts of a level, of all requests that ask for more behind them.
+        """Return the drafts of a level, of all requests that ask for more after them.
 
         Args:
-            shift: so many positions after where they will stand.
+            shift: how many positions after where they will stand.
         """
 
     def parents(self, level: int) -> torch.Tensor:
-        """For each row of `pushed(level)` the row of the level before that its token was drawn from, [num_rows]."""
+        """Return for each row of `pushed(level)` the row that its token was drawn from, in the level before:
+        [num_rows]."""
 
 
 class ModelDrafter(Protocol):
@@ -138,4 +139,4 @@ class ModelDrafter(Protocol):
     reads_all_hidden: bool
 
     def propose(self, batch: DraftBatch) -> None:
-        """Catches up with what is known, and pushes drafts."""
+        """Catch up with what is known, and push drafts."""

@@ -43,7 +43,7 @@ class Eagle:
                 x = self.head(self._embed(ids), x, positions, self.kv_caches, metadata)
 
     def _features(self, batch: DraftBatch, places: torch.Tensor) -> torch.Tensor:
-        """Of the tokens at `places` of the step, [num_tokens, hidden_size]."""
+        """Return the features of the tokens at `places` of the step, [num_tokens, hidden_size]."""
         low_to_high = [batch.features[layer].index_select(0, places) for layer in self.feature_layers]
         hidden = batch.hidden.index_select(0, places) if self.reads_all_hidden else batch.hidden
         return self.head.fused(hidden, low_to_high)

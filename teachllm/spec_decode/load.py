@@ -68,22 +68,22 @@ class DrafterConfig:
 
     @property
     def tree(self) -> DraftTree:
-        """The shape of its drafts."""
+        """Return the shape of the drafter's drafts."""
         return DraftTree.of_config(self.speculation)
 
     @property
     def num_features(self) -> int:
-        """Layers of the model of which it reads what they compute."""
+        """Count the model's layers whose results the drafter reads."""
         return 0 if self.head is None else len(self.head.feature_layers)
 
     @property
     def num_heads(self) -> int:
-        """Query heads of its layers."""
+        """Return the number of query heads of the drafter's layers."""
         return self.head.llama.num_heads if isinstance(self.head, EagleConfig) else self.model.num_attention_heads
 
 
 def load_drafter_config(config: EngineConfig, model: ModelConfig, device_type: str = "cpu") -> DrafterConfig | None:
-    """Describes the drafter of a configuration; None: it has none, or one without weights.
+    """Describe the drafter of a configuration; return None if it has none, or one without weights.
 
     Args:
         config: resolved for the model.
@@ -186,7 +186,7 @@ def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: Mo
 def load_drafter(
     drafter: DrafterConfig, config: EngineConfig, model: Model, kv_caches: KVCache, device: torch.device
 ) -> ModelDrafter:
-    """Builds a drafter on `device` and fills it.
+    """Build a drafter on `device` and fill it.
 
     Args:
         model: the loaded one that it drafts for.

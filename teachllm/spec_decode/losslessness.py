@@ -117,7 +117,7 @@ class Losslessness:
 
     @property
     def mean_length(self) -> float:
-        """Tokens per round."""
+        """Return the tokens per round."""
         return 1.0 + self.num_accepted / self.num_steps
 
     @property
@@ -132,7 +132,7 @@ class Losslessness:
 def check(
     rule: Rule, num_samples: int = 100_000, seed: int = 0, device: str = "cpu", kernels: bool | None = None
 ) -> Losslessness:
-    """Draws pairs of first tokens by a rule, and compares their counts with the exact probabilities.
+    """Draw pairs of first tokens by a rule, and compare their counts with the exact probabilities.
 
     Args:
         num_samples: pairs, at least 100.
@@ -206,7 +206,7 @@ class _Experiment:
         )
 
     def pairs(self) -> torch.Tensor:
-        """[VOCAB_SIZE, VOCAB_SIZE] float64, the probability of each pair of tokens after token 0."""
+        """Return the probability of each pair of tokens after token 0, [VOCAB_SIZE, VOCAB_SIZE] float64."""
         target, rule = self._target.cpu(), self._rule
         if rule.top_k:
             params = SamplingParams(temperature=rule.temperature, top_k=rule.top_k)
@@ -233,7 +233,7 @@ class _Experiment:
         return list(zip(outputs, steps, strict=True))
 
     def _round(self, samples: _Samples) -> list[list[int]]:
-        """One step of an engine: the accepted drafts of each sample, and the token behind them."""
+        """Run one step of an engine: return the accepted drafts of each sample, and the token after them."""
         drafts = self._drafts(samples)
         if not self._rule.per_path:
             return self._verify(samples, self._tree, drafts)
@@ -247,7 +247,7 @@ class _Experiment:
         return best
 
     def _drafts(self, samples: _Samples) -> torch.Tensor:
-        """[n, nodes of the tree] int64."""
+        """Draw the drafts, [n, nodes of the tree] int64."""
         drafts = torch.zeros((len(samples.rows), len(self._tree.parents)), dtype=torch.int64, device=self._device)
         for place, children in enumerate(self._tree.children):
             lengths, last = _at(self._tree, place, samples, drafts)
@@ -262,7 +262,7 @@ class _Experiment:
         return drafts
 
     def _verify(self, samples: _Samples, tree: DraftTree, drafts: torch.Tensor) -> list[list[int]]:
-        """Samples at every place of a tree, and walks it."""
+        """Sample at every place of a tree, and walk it."""
         sampled: list[torch.Tensor] = []
         for place, children in enumerate(tree.children):
             lengths, last = _at(tree, place, samples, drafts)
@@ -280,7 +280,7 @@ class _Experiment:
     def _sample(
         self, rows: list[int], lengths: torch.Tensor, last: torch.Tensor, siblings: torch.Tensor
     ) -> torch.Tensor:
-        """[n] int64, the token of one place of each sample, for which `siblings` [n, M] were drafted."""
+        """Sample the token of one place of each sample, for which `siblings` [n, M] were drafted: return [n] int64."""
         logits = self._target[last]
         proposals = Proposals(siblings, self._draft, last) if siblings.shape[1] else None
         if self._rule.replaced and proposals is not None:

@@ -31,7 +31,7 @@ class NgramDrafter:
         self._min_ngram = min_ngram
 
     def propose(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """Up to `num_tokens` proposals for what follows `token_ids`; fewer, or none, where nothing matches.
+        """Return up to `num_tokens` proposals for what follows `token_ids`; fewer, or none, where nothing matches.
 
         Args:
             token_ids: all known tokens of one request. An `array('q')` is read where it lies; a list is copied.

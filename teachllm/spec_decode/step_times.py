@@ -78,7 +78,7 @@ class Step(NamedTuple):
 
     @property
     def is_start(self) -> bool:
-        """Drafting begins: the drafter has to catch up with what was said before."""
+        """Tell whether drafting begins: the drafter has to catch up with the earlier tokens."""
         return bool(self.num_asked and not self.num_drafts)
 
     @staticmethod
@@ -111,7 +111,7 @@ class Line:
         self._covariance = [[s * s * (i == j) for j in range(len(spread))] for i, s in enumerate(spread)]
 
     def fit(self, x: Sequence[float], seconds: float) -> None:
-        """Takes in a step. Errors are relative, so that one that took 50 times too long says 50 times less."""
+        """Take in a step. Errors are relative, so that a step that took 50 times too long counts 50 times less."""
         z = [each / seconds for each in x]
         gain = [_dot(row, z) for row in self._covariance]
         variance = _NOISE * _NOISE + _dot(gain, z)
@@ -166,7 +166,7 @@ class StepTimes:
         self._num_mixed: Counter[tuple[int, int]] = Counter()  # steps at a length, those with prompts beside too
 
     def time(self, step: Step, seconds: float) -> None:
-        """It took so long."""
+        """Take in how long a step took."""
         num_requests, num_tokens, num_drafts, num_asked, deepest, num_behind, is_decode = step
         levels = bisect_left(self._sizes, deepest)
         if step.is_start:
@@ -201,7 +201,7 @@ class StepTimes:
         return self._num_mixed[key] > 2 * _SETTLES or (kind is not None and len(kind.latest) >= _NEEDED)
 
     def seconds(self, num_requests: int, levels: int, num_drafts: float) -> float:
-        """Return the seconds of a step that verifies so many drafts in all, and drafts so many levels."""
+        """Return the seconds of a step that verifies `num_drafts` in all, and drafts `levels` levels."""
         key = num_requests.bit_length(), levels
         if key not in self._nearest:
             self._nearest[key] = self._find_nearest(*key)
@@ -212,18 +212,18 @@ class StepTimes:
 
     @property
     def per_token_behind(self) -> float:
-        """Seconds that a drafter takes to catch up with a token."""
+        """Return the seconds that a drafter takes to catch up with a token."""
         if self._prior is not None:  # an engine that runs ahead does not see it in the step that it was in
             return self._prior.per_token_behind
         return median_low([2 * self._draft_cost * self.per_token, *self._behind])
 
     @property
     def per_token(self) -> float:
-        """Seconds that one more token takes."""
+        """Return the seconds that one more token takes."""
         return 0.0 if self._line is None else max(self._line.weights[1], 0.0)
 
     def step_cost(self) -> StepCost | None:
-        """In the mean over those that were timed; None: there is no number of requests for which both kinds were."""
+        """Return the mean cost over the timed steps; None if no load was timed both plain and drafting."""
         timed = {key: kind for key, kind in self._kinds.items() if kind.latest}
         plain = {load: kind for (load, levels), kind in timed.items() if not levels}
         drafting = [(kind, plain[load]) for (load, levels), kind in timed.items() if levels and load in plain]
@@ -235,7 +235,7 @@ class StepTimes:
         return StepCost(total / num_drafting, num_plain, num_drafting)
 
     def _find_nearest(self, load: int, levels: int) -> _Kind | None:
-        """Of the kinds that were timed, the nearest: in the number of requests first, then in levels."""
+        """Return the nearest kind that was timed: in the number of requests first, then in levels."""
         timed = [(abs(size - load), abs(k - levels), size, k) for (size, k), kind in self._kinds.items() if kind.latest]
         return self._kinds[min(timed)[2:]] if timed else None
 

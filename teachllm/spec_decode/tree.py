@@ -36,7 +36,7 @@ class DraftTree:
 
     @staticmethod
     def of(paths: Sequence[Sequence[int]]) -> DraftTree:
-        """From the paths of `SpeculativeConfig.tree`."""
+        """Build the tree from the paths of `SpeculativeConfig.tree`."""
         order = {tuple(path): node for node, path in enumerate(paths)}
         return DraftTree(tuple(order.get(tuple(path[:-1]), -1) for path in paths))
 
@@ -79,7 +79,7 @@ class DraftTree:
 
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes of each depth."""
+        """Return the nodes of each depth."""
         most = max(self.depths, default=0)
         return tuple(tuple(n for n, depth in enumerate(self.depths) if depth == level) for level in range(1, most + 1))
 
@@ -92,7 +92,7 @@ class DraftTree:
         return self.depths[num_nodes - 1] if num_nodes else 0
 
     def walk(self, sampled: Sequence[int], drafts: Sequence[int]) -> list[int]:
-        """The nodes that hold.
+        """Return the nodes that hold.
 
         Args:
             sampled: the token of the newest token's position, and of each node's.
@@ -109,11 +109,11 @@ class DraftTree:
 
     @cached_property
     def inner(self) -> tuple[int, ...]:
-        """Places that have children."""
+        """Return the places that have children."""
         return tuple(place for place, children in enumerate(self.children) if children)
 
     def tensors(self, device: torch.device) -> TreeTensors:
-        """The same for kernels."""
+        """Return the same tree as tensors for kernels."""
 
         def ints(values: Sequence[object], dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)

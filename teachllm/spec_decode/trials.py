@@ -40,7 +40,7 @@ class Option(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Tokens per second, x plain."""
+        """Return the tokens per second, relative to plain decoding."""
         return self.tokens / self.ratio
 
 
@@ -75,7 +75,7 @@ class Trials:
         self._waits: dict[tuple[int, int], tuple[int, int]] = {}  # (size class, levels) -> not before, wait after it
 
     def count(self, lost: float) -> None:
-        """A step has passed, in which so many plain ones were lost."""
+        """Count a step that has passed, in which `lost` plain steps were lost."""
         self._num_steps += 1
         self.account = min(self.account + _INCOME - min(lost, _WORST), _MOST)
 
@@ -96,9 +96,9 @@ class Trials:
         return self._start(Trial(levels, _TRIAL, load), (load, levels), risk)
 
     def try_few(self, request_ids: frozenset[str], load: int, ratio: float, catch_up: float) -> bool:
-        """Lets a few requests draft one level; such a step takes `ratio` plain ones.
+        """Let a few requests draft one level; such a step takes as long as `ratio` plain ones.
 
-        It may cost more than a full account holds: who drafts dearly today would never be looked at again otherwise.
+        It may cost more than a full account holds: otherwise a drafter that is costly today would never be tried again.
         """
         risk = min(_PROBE * (ratio - 1.0) + catch_up, _MOST)
         return self._start(Trial(1, _PROBE, load, request_ids), (0, 0), risk)
@@ -108,11 +108,11 @@ class Trials:
         return self._num_steps >= self._waits.get((load, levels), (0, 0))[0]
 
     def wait(self, load: int, levels: int) -> None:
-        """A length is known by now: it is tried again only after the first wait."""
+        """Note that a length is known by now: it is tried again only after the first wait."""
         self._waits.setdefault((load, levels), (self._num_steps + _WAITS[0], _WAITS[0]))
 
     def forget(self, load: int, levels: int) -> None:
-        """A length was not tried in vain."""
+        """Forget the wait of a length that was not tried in vain."""
         self._waits.pop((load, levels), None)
 
     def _start(self, trial: Trial, key: tuple[int, int], risk: float) -> bool:

@@ -14,7 +14,7 @@ from teachllm.errors import ModelError
 
 
 def check_vocabularies(draft: Path, model: Path, num_draft_ids: int, num_model_ids: int) -> None:
-    """Compares the vocabularies of two folders. Where one has no tokenizer.json, their sizes alone decide.
+    """Compare the vocabularies of two folders. Where one has no tokenizer.json, their sizes alone decide.
 
     Args:
         num_draft_ids, num_model_ids: rows of their embeddings.
@@ -42,7 +42,7 @@ def check_vocabularies(draft: Path, model: Path, num_draft_ids: int, num_model_i
 
 
 def _tokens(folder: Path) -> dict[int, str] | None:
-    """Id -> token of a folder's tokenizer.json; None: it has none, or none that says."""
+    """Map each id to its token in a folder's tokenizer.json; return None without a file that has them."""
     try:
         raw = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         vocab: Any = raw["model"]["vocab"]

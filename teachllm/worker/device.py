@@ -13,7 +13,7 @@ _DRIVER = Path("/dev/nvidiactl")  # there where NVIDIA's driver is
 
 
 def select_device(name: str) -> torch.device:
-    """The device for a setting; "auto" is the GPU where there is one.
+    """Return the device for a setting; "auto" is the GPU where there is one.
 
     Raises:
         ValueError: torch does not know the name, or this machine has no such device.
@@ -36,7 +36,7 @@ def select_device(name: str) -> torch.device:
 
 
 def _best_device() -> torch.device:
-    """A GPU that can be used, or the CPU; a GPU that cannot is not passed over in silence."""
+    """Return a GPU that can be used, or the CPU; warn about a GPU that cannot be used."""
     if torch.cuda.device_count() == 0:
         if _DRIVER.exists() and not torch.backends.cuda.is_built():
             warnings.warn(f"running on the CPU, though there is a GPU: {_NO_CUDA}", stacklevel=3)
@@ -50,7 +50,7 @@ def _best_device() -> torch.device:
 
 
 def _what_a_gpu_lacks(device: torch.device) -> str | None:
-    """Why the kernels cannot run on a GPU that is there, and what to do about it; None if they can."""
+    """Tell why the kernels cannot run on a GPU that is there, and what to do about it; return None if they can."""
     try:
         major, minor = torch.cuda.get_device_capability(device)
     except RuntimeError as error:  # of a driver that is too old, or does not run: torch's own words say which

@@ -43,7 +43,7 @@ def attention_needs(config: EngineConfig, model: ModelConfig) -> AttentionNeeds:
 
 
 def drafter_needs(drafter: DrafterConfig, model: AttentionNeeds) -> AttentionNeeds:
-    """The same of a drafter's layers; without windows if it has none."""
+    """Return the needs of a drafter's layers; without windows if it has none."""
     if not drafter.specs:
         return replace(model, windows=frozenset())
     spec = drafter.specs[0]
@@ -59,14 +59,14 @@ def drafter_needs(drafter: DrafterConfig, model: AttentionNeeds) -> AttentionNee
 
 
 def allocate_kv_cache(model: ModelConfig, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
-    """A model's tensors, zeroed, so that a slot read by mistake gives a wrong answer and never a NaN."""
+    """Allocate a model's tensors, zeroed, so that a slot read by mistake gives a wrong answer and never a NaN."""
     return allocate_layers(kv_cache_specs(model), model.kv_dtype, num_blocks, block_size, device)
 
 
 def allocate_layers(
     specs: Sequence[KVCacheSpec], dtype: str, num_blocks: int, block_size: int, device: torch.device
 ) -> KVCache:
-    """The tensors of any layers, zeroed."""
+    """Allocate the tensors of any layers, zeroed."""
 
     def zeros(spec: KVCacheSpec) -> torch.Tensor:
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_size)

@@ -97,7 +97,7 @@ def calibrate(
         config: of the whole model.
         kv_caches: of the model, per layer. What they hold is lost, as is what the drafter's hold.
         drafter: with weights.
-        ranks: that share the model, all of which call this. A drafter each has whole.
+        ranks: the ranks that share the model, all of which call this. Each has the whole drafter.
     """
     device, dtype = kv_caches[0][0].device, kv_caches[0][0].dtype
     stored = dtype_of_kv_scales(layer_schemes.config_of(config.raw, Path(config.path)))
@@ -128,7 +128,7 @@ def calibrate(
 
 
 def calibration_ids(folder: Path, vocab_size: int, max_model_len: int) -> list[int]:
-    """The text as a checkpoint's own tokenizer reads it; random ids where it has none."""
+    """Return the text as a checkpoint's own tokenizer reads it, or random ids where it has none."""
     most, file = min(_NUM_TOKENS, max_model_len), folder / "tokenizer.json"
     if file.exists():
         from tokenizers import Tokenizer
@@ -154,12 +154,12 @@ def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _attentions(module: Model | nn.Module) -> Iterator[Attention]:
-    """In the order of the layers."""
+    """Return the attentions in the order of the layers."""
     return (each for each in module.modules() if isinstance(each, Attention))
 
 
 def _given(attention: Attention) -> Given:
-    """A checkpoint's, where it has some that can be one: scales that were not measured are 0, -1 or NaN."""
+    """Return a checkpoint's scales, None where one cannot be a scale: unmeasured ones are 0, -1 or NaN."""
     k_scale, v_scale = (
         None if scale is None or not (scale.isfinite() & (scale > 0)).all() else scale
         for scale in (attention.k_scale, attention.v_scale)
@@ -168,7 +168,7 @@ def _given(attention: Attention) -> Given:
 
 
 def _agreed(given: Sequence[Given], group: Group, device: torch.device) -> list[Given]:
-    """Of each layer those that all ranks have: heads of one layer are measured together, or not."""
+    """Keep for each layer the scales that all ranks have: heads of one layer are measured together, or not."""
     has = torch.tensor([[scale is not None for scale in scales] for scales in given], dtype=torch.int32, device=device)
     all_have = group.all_gather(has).amin(0).bool().tolist()
     return [
@@ -180,7 +180,7 @@ def _agreed(given: Sequence[Given], group: Group, device: torch.device) -> list[
 def _fill(
     attentions: Sequence[Attention], given: Sequence[Given], largest: torch.Tensor | None, dtype: torch.dtype
 ) -> None:
-    """`largest`: as of `_Seen.agreed`; None: all are given."""
+    """Fill the scales from `given`, else from `largest`: as in `_Seen.agreed`; None if all are given."""
     for i, attention in enumerate(attentions):
         assert attention.settings.kv_scales is not None
         for j, scale in enumerate(attention.settings.kv_scales):
@@ -192,7 +192,7 @@ def _fill(
 
 
 def _tokens(ids: list[int], k_cache: torch.Tensor, device: torch.device) -> FlatTokens:
-    """One prompt, whose K and V go to the first slots."""
+    """Make one prompt, whose K and V go to the first slots."""
     num_tokens, num_slots = len(ids), k_cache.shape[0] * k_cache.shape[1]
     positions = torch.arange(num_tokens, device=device)
     metadata = AttentionMetadata(
@@ -226,7 +226,7 @@ class _Seen:
         self.largest: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def agreed(self, group: Group, kv_heads: Shard) -> torch.Tensor:
-        """[num_layers, 2 (K and V), num_kv_heads]: the largest of all ranks that have the same heads.
+        """Return the largest values of all ranks that have the same heads, [num_layers, 2 (K and V), num_kv_heads].
 
         Args:
             kv_heads: which of them are this rank's.
@@ -236,7 +236,7 @@ class _Seen:
 
     @staticmethod
     def check(needs: AttentionNeeds) -> None:
-        """It takes everything."""
+        """Accept everything."""
 
     def attend(
         self,

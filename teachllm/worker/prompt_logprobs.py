@@ -31,14 +31,14 @@ class PromptLogprobs:
         self._asked: dict[int, tuple[int, int]] = {}  # row -> (prompt length, how many top entries)
 
     def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
-        """Notes which of the requests, each in its row, ask."""
+        """Note which of the requests, each in its row, ask."""
         for row, new_row in opened:
             num_top = new_row.sampling_params.prompt_logprobs
             if num_top is not None:
                 self._asked[row] = new_row.num_prompt_tokens, num_top
 
     def close_row(self, row: int) -> None:
-        """Forgets the request in `row`."""
+        """Forget the request in `row`."""
         self._asked.pop(row, None)
 
     def any_due(self, scheduled_requests: Sequence[ScheduledRequest], rows: Sequence[int]) -> bool:
@@ -58,7 +58,7 @@ class PromptLogprobs:
         hidden: torch.Tensor,
         token_ids: torch.Tensor,
     ) -> list[list[TokenLogprobs] | None]:
-        """Entries for prompt tokens [start + 1, start + num_tokens + 1) that exist; None for who did not ask.
+        """Return entries for prompt tokens [start + 1, start + num_tokens + 1) that exist; None where not asked for.
 
         Args:
             starts: index in its sequence of each request's first computed token.

@@ -36,12 +36,12 @@ class RankWatch:
             traffic.moment = _moment_on_device
 
     def begin(self) -> None:
-        """From now on all is of a step."""
+        """Begin a step: all that is recorded from now on belongs to it."""
         self._take()
         self._began = time.perf_counter()
 
     def end(self, pending: PendingOutput) -> WatchedStep:
-        """The step has been computed, or on a GPU launched."""
+        """Record that the step has been computed, or on a GPU launched."""
         end, device = time.perf_counter(), pending if isinstance(pending, PendingStep) else None
         return WatchedStep(self._coords, self._began, end, *self._take(), device)
 
@@ -71,7 +71,7 @@ class WatchedStep:
         self._sent, self._spans, self._device = sent, spans, device
 
     def result(self) -> dict[str, Any]:
-        """Waits for the device; then what docs/trace.md says of a rank."""
+        """Wait for the device; then return what docs/trace.md describes of a rank."""
         begin, end, device = self._begin, self._end, self._device
         if device is not None:
             seconds, end = device.seconds() or 0.0, time.perf_counter()

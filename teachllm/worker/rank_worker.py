@@ -88,10 +88,10 @@ class Worker:
                 self._runner.receive_sampled_tokens(step, sampled_token_ids)
 
     def execute(self, plan: SchedulerOutput) -> PendingOutput | None:
-        """Computes a plan, or on a GPU launches that. An empty one is a step that other replicas take.
+        """Compute a plan, or on a GPU launch that. An empty one is a step that other replicas take.
 
         Returns:
-            What waits for the output, at the output rank; None at any other.
+            The pending output, at the output rank; None at any other.
         """
         pending: PendingOutput
         if self._watch is not None:
@@ -120,6 +120,6 @@ class Worker:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Gives memory back."""
+        """Release memory."""
         self._executor.close()
         self._leaving.close()

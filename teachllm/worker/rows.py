@@ -16,10 +16,10 @@ class KeptByRow(Protocol):
     """Something that remembers requests by row."""
 
     def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
-        """Takes requests over, each into its row."""
+        """Take requests over, each into its row."""
 
     def close_row(self, row: int) -> None:
-        """Forgets it."""
+        """Forget the request in `row`."""
 
 
 class Rows:
@@ -31,13 +31,13 @@ class Rows:
         self._openings = np.zeros(max_num_seqs, dtype=np.int64)
 
     def open(self, request_id: str, new_row: NewRow) -> int:
-        """Takes a row for a request and returns it."""
+        """Take a row for a request and return it."""
         row = self._row_of[request_id] = self._free_rows.pop()
         self._openings[row] += 1
         return row
 
     def close(self, request_id: str) -> int | None:
-        """Gives a request's row back and returns it; None if it has none (the step that was to open it failed)."""
+        """Release a request's row and return it; None if it has none (the step that was to open it failed)."""
         row = self._row_of.pop(request_id, None)
         if row is not None:
             self._free_rows.append(row)
@@ -48,11 +48,11 @@ class Rows:
         return int(self._openings[row])
 
     def opened_rows(self, rows: Sequence[int]) -> list[OpenedRow]:
-        """Rows as they are now, to tell later whether they are still whose they were."""
+        """Return rows as they are now, to tell later whether they still belong to the same requests."""
         return [(row, self.opening(row)) for row in rows]
 
     def update(self, plan: SchedulerOutput, kept: Sequence[KeptByRow]) -> None:
-        """Closes the rows that a plan drops, then opens those of who starts, here and in all that is kept by row."""
+        """Close the rows that a plan drops, then open the rows of new requests, here and in all that is kept by row."""
         for request_id in plan.dropped:
             row = self.close(request_id)
             if row is not None:

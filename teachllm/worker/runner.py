@@ -51,7 +51,7 @@ class Runner(Protocol[Step]):
         """Prepare the steps of an engine that speculates, before the first request.
 
         Args:
-            sizes: numbers of drafts per request that steps may verify, as of `AdaptiveLength`.
+            sizes: numbers of drafts per request that steps may verify, as in `AdaptiveLength`.
             is_adaptive: their number adapts to what steps cost, so steps are timed.
 
         Returns:
@@ -59,7 +59,7 @@ class Runner(Protocol[Step]):
         """
 
     def observe(self, is_on: bool) -> None:
-        """From now on outputs also hold what a trace records: seconds of a device's step, tokens per expert; or not."""
+        """Start, or stop, adding to outputs what a trace records: seconds of a device's step, tokens per expert."""
 
     def execute(self, plan: SchedulerOutput) -> Step:
         """Run or launch the forward pass of a plan."""

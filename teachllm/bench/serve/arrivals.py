@@ -15,7 +15,7 @@ import random
 def arrival_times(
     num_requests: int, request_rate: float = math.inf, burstiness: float = 1.0, seed: int = 0
 ) -> list[float]:
-    """[num_requests] seconds, rising from 0.
+    """Return [num_requests] seconds, rising from 0.
 
     Args:
         request_rate: requests per second, on average.

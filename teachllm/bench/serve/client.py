@@ -56,7 +56,7 @@ class Target:
 
     @property
     def root(self) -> str:
-        """`base_url` without what endpoints begin with: people write it with and without /v1."""
+        """Return `base_url` without what endpoints begin with: people write it with and without /v1."""
         return self.base_url.rstrip("/").removesuffix("/v1")
 
     @property
@@ -64,7 +64,7 @@ class Target:
         return self.endpoint.rstrip("/").endswith("/chat/completions")
 
     def body(self, prompt: Prompt) -> bytes:
-        """JSON of a request.
+        """Return the JSON of a request.
 
         Raises:
             ValueError: token ids for a chat.
@@ -82,7 +82,7 @@ class Target:
 
 
 async def ask_model(session: aiohttp.ClientSession, target: Target) -> str:
-    """The name of the model that is asked: the target's, or the first that the server has.
+    """Return the name of the model that is asked: the target's, or the first that the server has.
 
     Raises:
         ConnectionError: no server answers there.
@@ -112,7 +112,7 @@ async def ask_model(session: aiohttp.ClientSession, target: Target) -> str:
 async def ask(
     session: aiohttp.ClientSession, target: Target, body: bytes, record: Record, now: Callable[[], float]
 ) -> None:
-    """Sends a request and fills in its record; a failure is written there, too.
+    """Send a request and fill in its record; a failure is written there, too.
 
     Args:
         now: seconds from the start of the load.
@@ -132,7 +132,7 @@ async def ask(
 
 
 def open_session() -> aiohttp.ClientSession:
-    """With as many connections as there are requests.
+    """Open a session with as many connections as there are requests.
 
     Raises:
         ImportError: what it needs is not installed.
@@ -182,7 +182,7 @@ async def _read(stream: aiohttp.StreamReader, record: Record, now: Callable[[], 
 
 
 def _payloads(lines: list[bytes]) -> Iterator[bytes]:
-    """Yield what stands behind `data:`; other lines are comments, names of events, or empty."""
+    """Yield what follows `data:`; other lines are comments, names of events, or empty."""
     for line in lines:
         if line.startswith(b"data:"):
             yield line[5:].strip()
@@ -190,7 +190,7 @@ def _payloads(lines: list[bytes]) -> Iterator[bytes]:
 
 @functools.cache
 def _decoder() -> Callable[[bytes], Any]:
-    """From the JSON of an event to what is read of it."""
+    """Return a decoder from the JSON of an event to the fields that are read of it."""
     import msgspec
 
     words = [(name, Any, None) for name in ("content", "reasoning_content", "reasoning", "tool_calls", "role")]
@@ -205,7 +205,8 @@ def _decoder() -> Callable[[bytes], Any]:
 
 
 def _holds_tokens(choice: Any) -> bool:
-    """A role alone, or a reason alone, is no token; an empty text can be one that awaits its other bytes."""
+    """Tell whether a choice has tokens: a role alone, or a reason alone, is none; an empty text can be one that
+    awaits its other bytes."""
     if (part := choice.delta) is None:
         return bool(choice.text) or not choice.finish_reason
     has_words = part.content or part.reasoning_content or part.reasoning or part.tool_calls
@@ -217,7 +218,7 @@ def _headers(target: Target) -> dict[str, str]:
 
 
 def _why(error: Exception, target: Target) -> str:
-    """A failure of a request in one line."""
+    """Describe a failure of a request in one line."""
     import aiohttp
     import msgspec
 
@@ -229,7 +230,7 @@ def _why(error: Exception, target: Target) -> str:
 
 
 def _said(status: int, text: str) -> str:
-    """An error of HTTP in one line, with the server's own words."""
+    """Describe an error of HTTP in one line, with the server's own words."""
     try:
         found = json.loads(text)
         error = found.get("error", found) if isinstance(found, dict) else found

@@ -65,7 +65,7 @@ class RandomLengths:
 
 
 def random_prompts(num_prompts: int, lengths: RandomLengths, seed: int, num_ids: int | None = None) -> list[Prompt]:
-    """The same for the same seed.
+    """Make random prompts, the same for the same seed.
 
     Args:
         num_ids: prompts are token ids below this; None makes them words.
@@ -87,7 +87,7 @@ def random_prompts(num_prompts: int, lengths: RandomLengths, seed: int, num_ids:
 
 
 def read_prompts(path: Path, num_prompts: int | None, output_len: int) -> list[Prompt]:
-    """The first prompts of a file of lines like {"prompt": "...", "output_tokens": 100}; a prompt is text or ids.
+    """Read the first prompts of a file of lines like {"prompt": "...", "output_tokens": 100}; a prompt is text or ids.
 
     Args:
         num_prompts: None is all; where the file has fewer they repeat, with a warning.

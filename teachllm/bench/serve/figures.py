@@ -19,7 +19,7 @@ _OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def parse_objectives(given: Sequence[str]) -> dict[str, float]:
-    """{metric: milliseconds} of texts like "ttft:200".
+    """Parse texts like "ttft:200" to {metric: milliseconds}.
 
     Raises:
         ValueError: a text is something else, or an objective comes twice.
@@ -39,7 +39,7 @@ def parse_objectives(given: Sequence[str]) -> dict[str, float]:
 
 
 def parse_metrics(text: str) -> list[str]:
-    """Names of `METRICS`, with commas between them.
+    """Parse names of `METRICS`, with commas between them.
 
     Raises:
         ValueError: one is unknown.
@@ -50,7 +50,7 @@ def parse_metrics(text: str) -> list[str]:
 
 
 def parse_percentiles(text: str) -> list[float]:
-    """Numbers from 0 to 100, with commas between them.
+    """Parse numbers from 0 to 100, with commas between them.
 
     Raises:
         ValueError: one is something else.

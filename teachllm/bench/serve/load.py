@@ -90,7 +90,7 @@ async def measure(
     warmups: Sequence[Prompt] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Load:
-    """Sends every prompt at its time.
+    """Send every prompt at its time.
 
     Args:
         target: without a model, the server's first is asked.
@@ -181,7 +181,7 @@ class _Watch:
 
 @contextlib.contextmanager
 def _little_garbage_collection() -> Iterator[None]:
-    """A collection stops every stream for as long as it takes: what is here already need not be looked at."""
+    """Freeze what is here already: a garbage collection stops every stream for as long as it looks at objects."""
     was_frozen = gc.get_freeze_count() > 0  # by a caller who wants it to stay so
     gc.collect()
     gc.freeze()

@@ -40,12 +40,12 @@ class Record:
 
     @property
     def ttft_s(self) -> float:
-        """From sending to the first token."""
+        """Return the seconds from sending to the first token."""
         return self.chunk_s[0] - self.sent_s
 
     @property
     def e2el_s(self) -> float:
-        """From sending to the last token."""
+        """Return the seconds from sending to the last token."""
         return self.end_s - self.sent_s
 
     @property
@@ -57,7 +57,7 @@ class Record:
 
     @property
     def itl_s(self) -> list[float]:
-        """Between chunks."""
+        """Return the seconds between chunks."""
         return [after - before for before, after in zip(self.chunk_s, self.chunk_s[1:], strict=False)]
 
     @property

@@ -19,7 +19,7 @@ Segment = tuple[str, float, float]  # kind, from, to
 
 
 def parse_thresholds(text: str) -> tuple[float, float]:
-    """Two rising numbers of milliseconds, with a comma between them.
+    """Parse two rising numbers of milliseconds, with a comma between them.
 
     Raises:
         ValueError: the text is something else.
@@ -34,10 +34,10 @@ def parse_thresholds(text: str) -> tuple[float, float]:
 
 
 def segments(record: Record, thresholds_ms: tuple[float, float]) -> Iterator[Segment]:
-    """A request's stretches of time, in order and without gaps, from its arrival to its end.
+    """Yield a request's stretches of time, in order and without gaps, from its arrival to its end.
 
     Args:
-        thresholds_ms: that part the times between chunks into three kinds.
+        thresholds_ms: the limits that part the times between chunks into three kinds.
     """
     if record.sent_s > record.due_s:
         yield "queue", record.due_s, record.sent_s
@@ -65,7 +65,7 @@ def itl_names(thresholds_ms: tuple[float, float]) -> tuple[str, str, str]:
 
 
 def open_requests(records: Sequence[Record]) -> tuple[list[float], list[int]]:
-    """(times, how many requests were out from then on)."""
+    """Return times, and how many requests were out from each of them on."""
     changes = sorted([(r.sent_s, 1) for r in records] + [(r.end_s, -1) for r in records])
     times, counts, num_open = [0.0], [0], 0
     for at, change in changes:
@@ -78,7 +78,7 @@ def open_requests(records: Sequence[Record]) -> tuple[list[float], list[int]]:
 def write_timeline(
     records: Sequence[Record], path: Path, title: str, thresholds_ms: tuple[float, float] = (25.0, 50.0)
 ) -> None:
-    """Writes a page that needs no network.
+    """Write a page that needs no network.
 
     Raises:
         ImportError: plotly is not installed.
@@ -125,7 +125,7 @@ def write_timeline(
 
 
 def check_plotly() -> None:
-    """Before a long load whose picture could not be drawn.
+    """Check for plotly, before a long load whose picture could not be drawn.
 
     Raises:
         ImportError: plotly is not installed.

@@ -36,7 +36,7 @@ def device_name(device: str) -> str:
 
 
 def _cpu_model() -> str:
-    """As its maker calls it; "" where that is not told."""
+    """Return the CPU's name as its maker calls it; "" where that is not known."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -56,7 +56,7 @@ def at_best(measured: Ceilings) -> Ceilings:
 
 
 def _best(several: Sequence[Ceilings]) -> Ceilings:
-    """Of ceilings of one device for one dtype the highest of each kind.
+    """Return the highest of each kind, of ceilings of one device for one dtype.
 
     One process finds less than another on the same card, by as much as 5% of the reads, while kernels take as long as
     before: what the device has done once it can do.
@@ -66,7 +66,7 @@ def _best(several: Sequence[Ceilings]) -> Ceilings:
 
 
 def remember(measured: Ceilings) -> None:
-    """Keeps what was measured, and the best of it and of what was measured before."""
+    """Store the measured ceilings, and keep the best of these and of earlier ones."""
     kept = {(each.device, each.dtype): each for each in _remembered()}
     key = (measured.device, measured.dtype)
     kept[key] = _best([measured, kept.get(key, measured)])
@@ -86,7 +86,7 @@ def _remembered() -> list[Ceilings]:
 
 
 def _path() -> Path:
-    """In TEACHLLM_CACHE, or the user's cache folder."""
+    """Return the path in TEACHLLM_CACHE, or in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = os.environ.get("TEACHLLM_CACHE") or f"{base}/teachllm"
     return Path(folder).expanduser() / "ceilings.json"

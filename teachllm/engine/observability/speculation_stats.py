@@ -30,12 +30,12 @@ class Speculation:
 
     @property
     def acceptance(self) -> float:
-        """From 0 to 1; 0 if nothing was drafted."""
+        """Return the acceptance rate, from 0 to 1; 0 if nothing was drafted."""
         return self.stats.num_accepted_tokens / max(self.stats.num_draft_tokens, 1)
 
     @property
     def mean_length(self) -> float:
-        """1 if nothing was drafted."""
+        """Return the mean length; 1 if nothing was drafted."""
         return 1 + self.stats.num_accepted_tokens / max(self.stats.num_drafts, 1)
 
     @property
@@ -51,7 +51,7 @@ class Speculation:
         return self.stats.num_generation_tokens / (num_plain + self.stats.num_drafts * self.step_cost.ratio)
 
     def as_json(self) -> dict[str, float | bool | None]:
-        """Counts by the names of `StepStats`, the figures, and whether they are synthetic."""
+        """Return counts by the names of `StepStats`, the figures, and whether they are synthetic."""
         counts = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
         figures = ("acceptance", "mean_length", "tokens_per_step", "speed_up")
         counted: dict[str, float | bool | None] = {name: getattr(self.stats, name) for name in counts}

@@ -53,7 +53,7 @@ class StepStats:
     waiting_reasons: tuple[tuple[str, int], ...] = ()
 
     def then(self, later: StepStats) -> StepStats:
-        """Both as one."""
+        """Merge the statistics of this and of later steps."""
         return replace(later, **_sums([self, later]))
 
     def without_counts(self) -> StepStats:
@@ -65,7 +65,8 @@ NOTHING = StepStats(0, 0, 0.0, 0, 0, 0, 0, 0, 0)
 
 
 def together(replicas: Sequence[StepStats]) -> StepStats:
-    """Those of replicas as one engine's: usage is their mean, since each has blocks of its own; all else the sum."""
+    """Merge the statistics of replicas into one engine's: usage is their mean, since each has blocks of its own; all
+    else the sum."""
     if len(replicas) == 1:
         return replicas[0]
     return StepStats(
@@ -86,7 +87,7 @@ _COUNTS = (
 
 
 def _sums(parts: Sequence[StepStats]) -> dict[str, Any]:
-    """All that is counted, by its name."""
+    """Sum all that is counted, by its name."""
     per_pos = zip_longest(*(each.num_accepted_tokens_per_pos for each in parts), fillvalue=0)
     counts = {name: sum(getattr(each, name) for each in parts) for name in _COUNTS}
     return counts | {"num_accepted_tokens_per_pos": tuple(map(sum, per_pos))}
@@ -114,12 +115,12 @@ class StepCounter:
         self._num_with = Counter[int]()  # by the number of drafts that held: verifications
 
     def admit(self, request: Request, was_looked_up: bool) -> None:
-        """It has been scheduled for the first time."""
+        """Count a request that has been scheduled for the first time."""
         self._queries += request.num_prompt_tokens if was_looked_up else 0
         self._hits += request.num_cached_tokens or 0
 
     def step(self, plan: SchedulerOutput, updates: list[RequestUpdate]) -> None:
-        """A plan's tokens are there."""
+        """Count a plan whose tokens have arrived."""
         self._num_tokens += plan.num_tokens
         for update in updates:
             if num_new := len(update.new_token_ids):

@@ -34,7 +34,7 @@ class StepRoofline:
         return step_work(self._model, StepShape(query_lens, kv_lens, num_sampled, num_held=num_held))
 
     def verdict(self, work: Work, seconds: float) -> dict[str, Any]:
-        """For the trace: bytes and FLOPs of a step, the seconds that it took, its floor, its bound (`Work.bound`).
+        """Return a step's bytes and FLOPs, seconds, floor and bound (`Work.bound`), for the trace.
 
         Ceilings that a step exceeds rise to what it came to, and stay there: then the verdict has them, as "raised".
         """

@@ -41,7 +41,7 @@ class StepTraffic:
         as is what sampling on a GPU takes.
 
         Args:
-            requests: those that have not ended. Of others it is not known whether they have filters.
+            requests: the requests that have not ended. Whether others have filters is not known.
         """
         num_sampled, filtered = 0, []
         for scheduled in plan.scheduled:

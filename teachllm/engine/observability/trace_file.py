@@ -50,7 +50,7 @@ class TraceFile:
             self._lines.append(line)
 
     def close(self) -> None:
-        """Waits until all lines are written."""
+        """Wait until all lines are written."""
         atexit.unregister(self.close)
         self._closed.set()
         self._thread.join()

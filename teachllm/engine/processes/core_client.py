@@ -155,7 +155,7 @@ class CoreClient:
     # -- as a core -----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queues a request.
+        """Add a request to the queue.
 
         Raises:
             ValueError: it can never run, or has a parameter that no message can carry; the message says why.

@@ -57,12 +57,12 @@ class CoreLink:
             undo.pop_all()
 
     def say(self, message: ToCore | msgspec.Raw) -> None:
-        """Puts a message, or a packed one, to those that go out together; with one send for each, this thread would
-        wait for its turn in this process as often."""
+        """Add a message, or a packed one, to the messages that are sent together; with one send for each, this
+        thread would wait for its turn in this process as often."""
         self._unsent.append(message if isinstance(message, msgspec.Raw) else msgspec.Raw(encode(message)))
 
     def send(self) -> None:
-        """Sends what has been said."""
+        """Send the messages that `say` has collected."""
         if self._unsent and not self.is_dead:  # who waits for an answer will hear of it
             self.socket.send(encode(self._unsent))
         self._unsent.clear()
@@ -78,12 +78,12 @@ class CoreLink:
         return f"{self._name} has ended with {how_it_ended(self.process.returncode)}"
 
     def tell_to_end(self) -> None:
-        """Returns at once; it ends after its step."""
+        """Tell the process to end after its step, and return at once."""
         self.say(Close())
         self.send()
 
     def close(self, deadline: float) -> None:
-        """Waits until the process has ended, and kills it if that takes too long.
+        """Wait until the process has ended, and kill it if that takes too long.
 
         Args:
             deadline: on `time.monotonic`.

@@ -38,7 +38,7 @@ class Start(Message, frozen=True):
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """That the process inherits."""
+        """Return the descriptors that the process inherits."""
         listener = None if self.rendezvous is None else self.rendezvous.listener
         steps = () if self.lockstep is None else self.lockstep.descriptors
         return steps if listener is None else (listener, *steps)

@@ -61,7 +61,7 @@ _MAX_FAILURES = 5  # a GPU that has gone wrong stays so
 
 
 def main(address: str) -> None:
-    """Loads what the first message asks for, then steps and answers until told to end.
+    """Load what the first message asks for, then step and answer until told to end.
 
     Args:
         address: ZeroMQ's, to listen on.
@@ -177,9 +177,8 @@ class CoreProcess:
         return False
 
     def _safely(self, act: Callable[[], None]) -> None:
-        """A failure ends all requests here, as the request it belongs to is not known, and is told once. Many in a row
-        end the
-        process."""
+        """Run `act`; a failure ends all requests here, as the request it belongs to is not known, and is reported
+        once. Many failures in a row end the process."""
         try:
             act()
         except EngineDeadError as error:

@@ -65,7 +65,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def main(descriptor: str) -> None:
-    """Loads a tokenizer, then forks a worker whenever it is sent a socket for one.
+    """Load a tokenizer, then fork a worker for each socket that arrives.
 
     Args:
         descriptor: of the socket to the API process.
@@ -119,7 +119,7 @@ def _reap(workers: set[int]) -> None:
 
 
 def work(connection: socket.socket, tokenizer: Tokenizer) -> None:
-    """Answers jobs until the other end closes; a limit ends the process."""
+    """Work on jobs until the other end closes; a limit ends the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _come_last()
     decoder = msgspec.msgpack.Decoder(TextJob)

@@ -56,7 +56,7 @@ class TextWorkers:
 
     @classmethod
     def start(cls, config: EngineConfig) -> TextWorkers:
-        """Starts a process with the tokenizer of a model; returns while it loads.
+        """Start a process with the tokenizer of a model; return while it loads.
 
         Raises:
             ValueError: there is no such model.
@@ -139,7 +139,7 @@ class TextWorkers:
             raise
 
     async def _restart(self) -> None:
-        """Start the process again, with all who need it waiting."""
+        """Start the process again, while all jobs that need it wait."""
         async with self._restarts:
             if (code := self._process.poll()) is None:  # another one has done it
                 return
@@ -155,7 +155,7 @@ class TextWorkers:
             self._control.sendall(KILL + worker.pid.to_bytes(LENGTH_BYTES - len(KILL), "little"))
 
     def close(self) -> None:
-        """Ends the processes; jobs under way end, too."""
+        """End the processes; jobs under way end, too."""
         self._control.close()
         self._process.kill()
         for process in (*self._ended, self._process):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 
 def least_loaded(num_waiting: Sequence[int], num_running: Sequence[int]) -> int:
-    """The replica with the smallest 4 * waiting + running, the first of several.
+    """Return the replica with the smallest 4 * waiting + running, the first of several.
 
     A waiting request weighs more: it means that the replica has no room for another one in its steps.
     """
@@ -36,7 +36,7 @@ class Balance:
         self._last_group: tuple[str | None, int] = (None, 0)
 
     def choose(self, group: str | None) -> int:
-        """The replica for a request.
+        """Choose the replica for a request.
 
         Args:
             group: of completions of one prompt, which come one after another. All go where the first went, since they
@@ -52,9 +52,9 @@ class Balance:
         return replica
 
     def ended(self, replica: int) -> None:
-        """One of its requests has."""
+        """Note that one of a replica's requests has ended."""
         self._num_unfinished[replica] -= 1
 
     def stepped(self, replica: int, num_running: int) -> None:
-        """So many of its requests took part in its last step."""
+        """Note how many of a replica's requests took part in its last step."""
         self._num_running[replica] = num_running

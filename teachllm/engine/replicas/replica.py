@@ -33,7 +33,7 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
 
 
 def replica_devices(config: EngineConfig) -> list[list[str]]:
-    """The devices of each replica, one for each of its ranks; ["cpu"] where it shares the processor.
+    """Return the devices of each replica, one per rank; ["cpu"] where it shares the processor.
 
     Raises:
         ValueError: there is no such device, or there are not enough.
@@ -59,6 +59,6 @@ def share_of_threads(config: EngineConfig) -> int:
 
 
 def take_share_of_threads(config: EngineConfig) -> None:
-    """Leaves the rest to the other replicas."""
+    """Take this replica's share of threads, and leave the rest to the other replicas."""
     if config.data_parallel_size > 1:
         torch.set_num_threads(share_of_threads(config))

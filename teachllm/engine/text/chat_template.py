@@ -24,7 +24,7 @@ _MAX_RENDERED_CHARACTERS = 1 << 24  # more than any context holds: an endless on
 
 
 def render_template(template: str, variables: dict[str, Any]) -> str:
-    """Renders a Jinja template as the untrusted code it is.
+    """Render a Jinja template as the untrusted code it is.
 
     It sees plain JSON data and may neither reach Python's internals nor change what it is given. Every `range`
     is bounded (Jinja's `MAX_RANGE`), and so is the length of the output. Time and memory are not: a server renders in a
@@ -50,7 +50,7 @@ def _render(template: str, variables: str) -> str:
 
 @contextlib.contextmanager
 def _template_to_blame() -> Iterator[None]:
-    """A template can raise anything: it becomes a ValueError that says so."""
+    """Turn whatever a template raises into a ValueError that blames the template."""
     try:
         yield
     except Exception as error:
@@ -65,7 +65,7 @@ def render_conversation(
     variables: Mapping[str, Any],
     continues: bool = False,
 ) -> str:
-    """Renders messages, which a template gets as they are, with four exceptions.
+    """Render messages, which a template gets as they are, with four exceptions.
 
     The arguments of a tool call travel as JSON text, and templates print the object; without any, an empty one. Content
     in parts becomes one text if the template takes none but text. A field that is None is left out, as transformers 5
@@ -214,7 +214,7 @@ def check_template(template: str) -> None:
 
 @lru_cache(maxsize=32)
 def _compile_template(source: str) -> jinja2.Template:
-    """Compiles with the filters and globals that transformers gives to chat templates."""
+    """Compile a template with the filters and globals that transformers gives to chat templates."""
     from datetime import datetime
 
     from jinja2 import TemplateError

@@ -73,7 +73,7 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """The text to show."""
+        """Return the text to show."""
         return self._settled[: self._num_shown]
 
     @property
@@ -82,7 +82,7 @@ class IncrementalDetokenizer:
         return self._num_settled == len(self._decode(self._window))
 
     def append(self, token_ids: Sequence[int], finished_by_token: bool = False) -> StopMatch | None:
-        """Takes newly sampled ids.
+        """Take newly sampled ids.
 
         Args:
             finished_by_token: the last id ended the output; its text is not shown (unless the request includes
@@ -112,10 +112,10 @@ class IncrementalDetokenizer:
         return None
 
     def finish(self) -> str:
-        """Shows what was held back: no more tokens will come. After a stop string there is nothing left to show.
+        """Show what was held back: no more tokens will come. After a stop string there is nothing left to show.
 
         Returns:
-            What the last tokens, which are no whole character, have added to the text by that.
+            The text that the last tokens, which are no whole character, have added.
         """
         if not self._enabled:
             return ""
@@ -126,7 +126,7 @@ class IncrementalDetokenizer:
         return rest
 
     def _settle(self, token_id: int) -> None:
-        """Adds a token to the window and moves text that can no longer change into `_settled`."""
+        """Add a token to the window and move text that can no longer change into `_settled`."""
         self._window.append(token_id)
         text = self._decode(self._window)
         whole = text.rstrip(REPLACEMENT)  # replacement characters at the end may be a character in the making
@@ -139,7 +139,7 @@ class IncrementalDetokenizer:
             self._cut_window(text)
 
     def _begin(self, ids: list[int]) -> None:
-        """Takes the prompt's last ids as context: from where a character begins to where the last whole one ends.
+        """Take the prompt's last ids as context: from where a character begins to where the last whole one ends.
 
         Half a character at the front would do more harm than it seems: a decoder with byte fallback blanks the whole
         run of byte tokens that it stands in. Half a one at the end is shown as soon as the output completes it.
@@ -163,7 +163,7 @@ class IncrementalDetokenizer:
         return any(not self._decode(ids[:count]).startswith(REPLACEMENT) for count in counts)
 
     def _restart_window(self) -> None:
-        """Everything is settled: keep only the last added token or tokens as context for the next."""
+        """Keep, once everything is settled, only the last added token or tokens as context for the next."""
         self._window = self._window[self._num_context :]
         self._num_context = len(self._window)
         self._num_settled = len(self._decode(self._window))
@@ -177,7 +177,7 @@ class IncrementalDetokenizer:
         return text[length:]
 
     def _cut_window(self, text: str) -> None:
-        """Settles the front of a window of invalid bytes, so that not even garbage is decoded over and over."""
+        """Settle the front of a window of invalid bytes, so that not even garbage is decoded over and over."""
         for cut in range(len(self._window) - MAX_TOKENS_PER_CHARACTER, MAX_TOKENS_PER_CHARACTER, -1):
             front, back = self._window[:cut], self._window[cut:]
             front_text = self._decode(front)
@@ -188,9 +188,9 @@ class IncrementalDetokenizer:
                 return
 
     def _find_stop(self, start: int) -> str | None:
-        """Looks for stop strings that end after `start` in the text; cuts the text at the one that ends first.
+        """Look for stop strings that end after `start` in the text; cut the text at the one that ends first.
 
-        By end and not by start, so that the result does not depend on how tokens cut the text.
+        The end decides and not the start, so that the result does not depend on how tokens cut the text.
         """
         if self._stops is None:
             return None

@@ -54,7 +54,7 @@ class StopStrings:
         return child
 
     def _fall_back(self) -> None:
-        """Find for each node the next shorter beginning, those of shorter nodes first."""
+        """Find for each node the next shorter beginning, shorter nodes first."""
         queue = deque(self._children[0].values())
         while queue:
             node = queue.popleft()
@@ -79,7 +79,7 @@ class StopStrings:
             looks: a string that ends in this piece is to be found.
 
         Returns:
-            The state after it, and the string that ends first; of those that end at one place, the longest.
+            The state after it, and the string that ends first; of strings that end at one place, the longest.
         """
         for end, character in enumerate(piece, start=1):
             state = self._after(state, character)

@@ -47,9 +47,8 @@ class ChatText:
 
 
 def _chat(tokenizer: Tokenizer, **arguments: Any) -> list[int]:
-    """Token ids of a conversation. If its template fails, a message without content gets an empty text: most templates
-    add the content to other text, and clients send null beside calls of tools.
-    """
+    """Return the token ids of a conversation. If its template fails, a message without content gets an empty text:
+    most templates add the content to other text, and clients send null beside calls of tools."""
     chat = ChatText(**arguments)
     messages = chat.messages
 

@@ -58,7 +58,7 @@ class CharacterDecoder:
         return not self._decoder.getstate()[0]
 
     def decode(self, data: bytes, is_last: bool = False) -> str:
-        """Return the text of these bytes and of those that were held back; with the last ones, nothing is."""
+        """Return the text of these bytes and of the bytes held back; with the last ones, nothing is held back."""
         text = self._decoder.decode(data, is_last)
         if text:
             text, self._shown = text.removeprefix(self._shown), ""

@@ -9,7 +9,7 @@ from teachllm.engine.text.tokenizer import Tokenizer
 
 
 def load_tokenizer(config: EngineConfig, folder: str) -> Tokenizer | None:
-    """The tokenizer of a model in `folder`, or the one named in its place; None where none is wanted.
+    """Load the tokenizer of a model in `folder`, or the one named in its place; return None where none is wanted.
 
     Raises:
         ValueError: there is none, or it cannot be read.

@@ -47,7 +47,7 @@ _TERMINAL_UNSAFE = re.compile(
 
 
 def sanitize_for_terminal(text: str) -> str:
-    """Model text that is safe to print: no control characters but newline and tab, no reordering marks."""
+    """Return model text that is safe to print: no control characters but newline and tab, no reordering marks."""
     return _TERMINAL_UNSAFE.sub("", text)
 
 
@@ -160,7 +160,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
-        """Loads the tokenizer of a local folder or a hub id.
+        """Load the tokenizer of a local folder or a hub id.
 
         Args:
             revision: branch, tag or commit on the hub.
@@ -182,11 +182,11 @@ class Tokenizer:
 
     @cached_property
     def max_characters_per_token(self) -> int:
-        """The characters of the longest token, or more."""
+        """Return the number of characters of the longest token, or more."""
         return self._backend.longest_token()
 
     def check_length(self, name: str, text: str, max_num_tokens: int) -> None:
-        """Refuse a text that is longer than so many tokens can be, without tokenizing it.
+        """Refuse a text that is longer than `max_num_tokens` tokens can be, without tokenizing it.
 
         Raises:
             ValueError: gives `name` and the numbers.
@@ -201,24 +201,24 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` adds what the checkpoint puts around one (usually bos)."""
+        """Return a text's token ids; `add_special_tokens` adds what the checkpoint puts around one (usually bos)."""
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no character become U+FFFD, ids without a token nothing."""
+        """Return the text of token ids; bytes that are no character become U+FFFD, ids without a token nothing."""
         return self._backend.decode(token_ids, skip_special_tokens)
 
     def token_name(self, token_id: int) -> str | bytes | None:
-        """The vocabulary's entry, in its own spelling."""
+        """Return the vocabulary's entry, in its own spelling."""
         return self._backend.id_to_token(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token alone, its leading space kept; U+FFFD where it is only part of a character."""
+        """Return the text of one token alone, its leading space kept; U+FFFD where it is only part of a character."""
         # Some decoders drop the first token's space, so another one goes first.
         return self.decode([*self._token_before, token_id], False)[self._len_before :]
 
     def token_text_after(self, before: Sequence[int], token_id: int) -> str:
-        """Text that a token adds to the text of those before it: of a character's tokens the last one has it all.
+        """Return the text that a token adds to the tokens before it: of a character's tokens the last one has it all.
 
         Args:
             before: the ids in front of it; the last three are enough.
@@ -234,7 +234,7 @@ class Tokenizer:
         return alone
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Id sequences of words that must not be produced, each as it stands at a text's start and after a space."""
+        """Return id sequences of forbidden words, each as it stands at a text's start and after a space."""
         spellings = (spelling for word in words for spelling in (word.lstrip() or word, " " + word.lstrip()))
         found = dict.fromkeys(tuple(self.encode(spelling, add_special_tokens=False)) for spelling in spellings)
         return [list(ids) for ids in found if ids]
@@ -248,14 +248,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation. Arguments and errors as in `render_chat_template`."""
+        """Return the token ids of a conversation. Arguments and errors are as in `render_chat_template`."""
         text = self.render_chat_template(
             messages, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt, **kwargs
         )
         return self.encode_rendered(text)
 
     def encode_rendered(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a conversation that `render_chat_template` has rendered; most templates write special tokens.
+        """Return the token ids of a conversation as `render_chat_template` renders it; most have special tokens.
 
         Raises:
             ValueError: it has half a character.
@@ -273,7 +273,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt that a conversation becomes.
+        """Return the prompt that a conversation becomes.
 
         Args:
             messages: {"role": ..., "content": ...}, as in OpenAI's API; see `render_conversation`.
@@ -298,7 +298,7 @@ class Tokenizer:
 
 
 def _load_with_tokenizers(folder: Path, config: dict[str, Any]) -> tuple[_Backend, dict[str, str]] | None:
-    """tokenizer.json, finished as transformers would; None where transformers would build something else."""
+    """Load tokenizer.json, finished as transformers would; return None where transformers would build another."""
     values = JsonObject(config, "tokenizer_config.json")
     class_name = values.text("tokenizer_class").removesuffix("Fast") if values.has("tokenizer_class") else ""
     if class_name not in _READ_AS_IS + _READ_AS_IS_IF_BYTE_LEVEL or not (folder / "tokenizer.json").is_file():
@@ -337,7 +337,7 @@ def _unreadable_part(file: Path) -> str:
 
 
 def _load_with_transformers(folder: Path, trust_remote_code: bool) -> tuple[_Backend, dict[str, str]]:
-    """Whatever transformers makes of the folder."""
+    """Load whatever transformers makes of the folder."""
     from transformers import AutoTokenizer
 
     try:
@@ -357,7 +357,7 @@ def _load_with_transformers(folder: Path, trust_remote_code: bool) -> tuple[_Bac
 
 
 def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The checkpoint's templates by name; "default" is the one used unasked."""
+    """Read the checkpoint's templates by name; "default" is the one used unasked."""
     values = JsonObject(config, "tokenizer_config.json")
     if isinstance(config.get("chat_template"), str):
         templates = {"default": values.text("chat_template")}
@@ -377,7 +377,7 @@ def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]
 
 
 def _download(repo_id: str, revision: str | None, trust_remote_code: bool) -> Path:
-    """The tokenizer's files of a hub id, from the cache if they are there."""
+    """Return the folder with the tokenizer's files of a hub id, from the cache if they are there."""
     from huggingface_hub import snapshot_download
 
     patterns = [*_HUB_FILES, "*.py"] if trust_remote_code else _HUB_FILES

@@ -25,7 +25,7 @@ class HasLogits(Protocol):
     """A model or an output head."""
 
     def logits(self, hidden: torch.Tensor, *, in_float32: bool) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size]."""
+        """Map [num_rows, hidden_size] to [num_rows, vocab_size]."""
         ...
 
 

@@ -64,7 +64,7 @@ class EagleLayer(nn.Module):
         kv_cache: PagedKV,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """embeddings, x: [num_tokens, hidden_size]; x is the feature, for EAGLE already mixed with the embedding."""
+        """Run the layer on `embeddings` and the feature `x`, [num_tokens, hidden_size]; EAGLE's `x` has both mixed."""
         h, residual = x, x
         if self.is_third:
             normed, _ = self.hidden_norm(x)
@@ -116,7 +116,7 @@ class EagleHead(nn.Module):
         kv_caches: Sequence[PagedKV],
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """The next features, [num_tokens, hidden_size].
+        """Return the next features, [num_tokens, hidden_size].
 
         Args:
             embeddings: [num_tokens, hidden_size] of the tokens one further on.
@@ -129,7 +129,7 @@ class EagleHead(nn.Module):
         return self.norm(x)[0] if self.norm is not None and self.config.norm_output else x
 
     def logits(self, features: torch.Tensor, model: HasLogits) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size], by its own output head or the model's."""
+        """Map [num_rows, hidden_size] to [num_rows, vocab_size] with the head's own output head or the model's."""
         hidden = features if self.norm is None or self.config.norm_output else self.norm(features)[0]
         logits = draft_logits(model if self.lm_head is None else self.lm_head, hidden)
         if self.d2t is None or self.lm_head is None:

@@ -85,7 +85,7 @@ class EagleConfig:
         Args:
             settings: config.json.
             stored: the checkpoint's tensors, by the names of `tensor_name`.
-            model: that the head was made for.
+            model: the model that the head was made for.
 
         Raises:
             ModelError: the head is for another model, or of a form that is not known, or a value has a wrong type.
@@ -142,7 +142,7 @@ def tensor_name(name: str) -> str | None:
 
 
 def _check_form(settings: JsonObject) -> None:
-    """Refuses by its name what looks like a head that is known, and computes something else."""
+    """Refuse by name a head that looks like a known one and computes something else."""
     form = settings.text("speculators_model_type", "eagle3")
     if form != "eagle3":
         raise ModelError(f"a speculator of speculators_model_type={form!r} is not supported, only of 'eagle3'")
@@ -156,7 +156,7 @@ def _check_form(settings: JsonObject) -> None:
 
 
 def _layer_config(settings: JsonObject, stored: Collection[str]) -> LlamaConfig:
-    """Its layer's, whose biases and norms of Q and K are those that are stored, whatever the architecture has."""
+    """Return the layer's configuration; biases and norms of Q and K are the stored ones, whatever the architecture."""
     names = [*settings.entries("architectures"), f"{settings.text('model_type', '').capitalize()}ForCausalLM"]
     architecture = next((name for name in names if name in DENSE), "LlamaForCausalLM")
     raw = {key: value for key, value in settings.as_dict().items() if key != "model_type"}  # of the head, maybe
@@ -175,7 +175,7 @@ def _layer_config(settings: JsonObject, stored: Collection[str]) -> LlamaConfig:
 
 
 def _feature_layers(settings: JsonObject, num_layers: int) -> tuple[int, ...]:
-    """By number of the layers whose inputs they are."""
+    """Return the numbers of the layers whose inputs are the features."""
     inputs, outputs = settings.integers(_LAYER_IDS), settings.object("eagle_config").integers(_LAYER_IDS)
     layers = inputs or tuple(index + 1 for index in outputs) or (2, num_layers // 2, num_layers - 3)
     if any(not 0 <= index < num_layers for index in layers):

@@ -56,12 +56,12 @@ class MedusaConfig:
 
     @staticmethod
     def parse(settings: JsonObject, stored: Collection[str], model: Shape, num_drafts: int) -> MedusaConfig:
-        """Reads it; what the authors' form leaves out is the model's.
+        """Read the configuration; take from the model what the authors' form leaves out.
 
         Args:
             settings: config.json.
             stored: names of the checkpoint's tensors; none, if there are no weights.
-            model: that the heads were made for.
+            model: the model that the heads were made for.
             num_drafts: levels of drafts, each of which takes a head.
 
         Raises:
@@ -103,7 +103,7 @@ class MedusaConfig:
         )
 
     def tensor_name(self, name: str) -> str | None:
-        """Return a tensor's name in vLLM's form; None: it is not read, as those of further heads."""
+        """Return a tensor's name in vLLM's form; None: it is not read, like the tensors of further heads."""
         name = _in_one_form(name)
         match = re.match(r"(blocks|lm_heads)\.(\d+)\.", name)
         num_read = {"blocks": self.num_heads, "lm_heads": self.num_lm_heads}
@@ -112,7 +112,7 @@ class MedusaConfig:
 
 
 def _in_one_form(name: str) -> str:
-    """vLLM's; an output head that is the only one is the first."""
+    """Return a tensor's name in vLLM's form; the only output head becomes the first."""
     name = re.sub(r"^(medusa_heads?|model)\.", "", name)
     if found := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):  # as Medusa's authors write
         return f"blocks.{found[1]}.layers.{found[2]}.{found[3]}"
@@ -131,7 +131,7 @@ class MedusaBlock(nn.Module):
         self.layers = nn.ModuleList(self._layers)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> the same, for the output head."""
+        """Map [num_rows, hidden_size] to the same shape, as input of the output head."""
         for layer in self._layers:
             hidden = hidden + F.silu(layer(hidden))
         return hidden
@@ -154,6 +154,6 @@ class MedusaHeads(nn.Module):
         """Accept whatever was read from a checkpoint."""
 
     def head(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> the same, for the output head."""
+        """Map [num_rows, hidden_size] to the same shape, as input of the output head."""
         turned: torch.Tensor = self.blocks[index](hidden)
         return turned

@@ -39,7 +39,7 @@ _HANDED = "teachllm_handed"  # attribute of a layer's attention
 def load_transformers_model(
     model_config: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> TransformersModel:
-    """Builds the model with transformers, filled from the checkpoint unless load_format is "dummy".
+    """Build the model with transformers, filled from the checkpoint unless load_format is "dummy".
 
     Raises:
         ModelError: a tensor is missing, unknown or of another shape.
@@ -211,7 +211,7 @@ def _attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function in transformers' table: [1, heads, num_tokens, head_size] in, [1, num_tokens, heads, head_size] out.
+    """Attend for transformers' table: map [1, heads, num_tokens, head_size] to [1, num_tokens, heads, head_size].
 
     Raises:
         ModelError: the layer asks for something that paged attention does not compute.

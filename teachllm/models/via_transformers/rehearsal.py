@@ -111,7 +111,7 @@ def check_tokens_apart(model: Any) -> None:
     at a position must come out the same wherever it stands in the row, and positions must begin at 0.
 
     Args:
-        model: as of `rehearse`, with its weights.
+        model: as in `rehearse`, with its weights.
 
     Raises:
         ModelError: it does not.

@@ -73,7 +73,7 @@ def shape(folder: Path, engine_config: EngineConfig) -> Shape:
 
 
 def _check_num_layers(config: Any, stored: Collection[str]) -> None:
-    """Refuse more layers than the names of tensors count, before so many are made."""
+    """Refuse more layers than the names of tensors count, before that many are made."""
     numbers = [int(number) for name in stored for number in re.findall(r"\.(\d+)\.", name)]
     if numbers and config.num_hidden_layers > max(numbers) + 1:
         most = f"at most {max(numbers) + 1}, as no tensor of its weights has a higher number"
@@ -105,7 +105,7 @@ def _check_head(model: Any, shape: Shape) -> None:
 
 
 def _is_tied(model: Any) -> bool:
-    """Asked of the model: a key that config.json lacks means another thing to each architecture."""
+    """Ask the model whether it is tied: a key that config.json lacks means another thing to each architecture."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 
@@ -166,7 +166,7 @@ def _windows(config: Any, attentions: Sequence[Any]) -> tuple[int | None, ...]:
 
 
 def _estimated_width(config: Any) -> int:
-    """Estimate the width as of a gated MLP whose gate, up and product exist at once beside the residual stream."""
+    """Estimate the width as for a gated MLP whose gate, up and product exist at once beside the residual stream."""
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if isinstance(inner, list):  # one size per layer
         inner = max(inner)

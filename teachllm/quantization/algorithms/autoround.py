@@ -39,7 +39,7 @@ class Choices:
 
     @classmethod
     def none(cls, weight: torch.Tensor, grid: Grid) -> Choices:
-        """Those of rounding to nearest."""
+        """Return the choices that round to nearest."""
         ones = torch.ones(weight.shape[0], weight.shape[1] // grid.width(weight.shape[1]), 1, device=weight.device)
         return cls(*(x.requires_grad_() for x in (torch.zeros_like(weight), ones, ones.clone())))
 
@@ -118,5 +118,5 @@ def _rounded(weight: torch.Tensor, choices: Choices, grid: Grid) -> tuple[torch.
 
 
 def _straight(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """function(x), with the gradient of x."""
+    """Return function(x), with the gradient of x."""
     return x + (function(x) - x).detach()

@@ -49,7 +49,7 @@ class DecoderBlock:
         return {name: each for name, each in self.module.named_modules() if isinstance(each, nn.Linear)}
 
     def to(self, device: str, dtype: torch.dtype) -> None:
-        """Moves its parameters, and what it is called with."""
+        """Move the block's parameters, and what it is called with."""
         self.module.to(device, dtype)
         self.others = _on(self.others, device)
 
@@ -73,7 +73,7 @@ class DecoderBlock:
 
     @torch.no_grad()
     def watch(self, name: str, hidden: torch.Tensor, hook: Hook) -> None:
-        """Runs the block as far as one of its linear layers, and shows that layer's inputs to `hook`.
+        """Run the block as far as one of its linear layers, and show that layer's inputs to `hook`.
 
         Args:
             hook: given [num_tokens, in] float32, for some rows at a time.
@@ -95,7 +95,7 @@ class DecoderBlock:
 
 
 def load(folder: Path) -> Any:
-    """transformers' model of a checkpoint, in a dtype that holds all of its weights, whatever config.json says.
+    """Load transformers' model of a checkpoint, in a dtype that holds all of its weights, whatever config.json says.
 
     Raises:
         ModelError: transformers does not know it or cannot load it.
@@ -110,7 +110,7 @@ def load(folder: Path) -> Any:
 
 
 def load_on_meta(folder: Path) -> Any:
-    """Return the same model, to look at its layers: it takes no time and no memory. Errors as of `load`."""
+    """Return the same model, to look at its layers: it takes no time and no memory. Errors are as in `load`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with _named(folder), torch.device("meta"):
@@ -222,7 +222,7 @@ def enter(model: Any, blocks: list[DecoderBlock], rows: torch.Tensor) -> torch.T
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """Whatever transformers raises becomes one line."""
+    """Turn whatever transformers raises into one line."""
     try:
         yield
     except Exception as error:
@@ -231,7 +231,7 @@ def _named(folder: Path) -> Iterator[None]:
 
 
 def _on(value: Any, device: str) -> Any:
-    """With all tensors in it on a device."""
+    """Return a value with all tensors in it on a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):

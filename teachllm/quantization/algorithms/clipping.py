@@ -41,7 +41,7 @@ def clipped(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> GroupedW
 
 
 def _error(difference: torch.Tensor, hessian: torch.Tensor, width: int) -> torch.Tensor:
-    """[out, in] -> [out, num_groups, 1]."""
+    """Map [out, in] to [out, num_groups, 1]."""
     groups = difference.unflatten(1, (-1, width))
     of_groups = hessian.unflatten(0, (-1, width)).unflatten(2, (-1, width))  # [num_groups, width, num_groups, width]
     own = of_groups.diagonal(dim1=0, dim2=2).movedim(-1, 0)  # [num_groups, width, width]

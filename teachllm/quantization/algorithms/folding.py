@@ -40,13 +40,13 @@ class LayerGroup:
     head_size: int | None = None
 
     def tied(self, of_inputs: torch.Tensor, source_size: int) -> torch.Tensor:
-        """[in] -> [source_size]: the mean of inputs that come from one output of the source."""
+        """Map [in] to [source_size]: the mean of inputs that come from one output of the source."""
         if self.head_size is None:
             return of_inputs
         return of_inputs.view(source_size // self.head_size, -1, self.head_size).mean(dim=1).flatten()
 
     def spread(self, of_source: torch.Tensor, num_in: int) -> torch.Tensor:
-        """[source_size] -> [in]."""
+        """Map [source_size] to [in]."""
         if self.head_size is None:
             return of_source
         heads = of_source.view(-1, self.head_size)
@@ -54,7 +54,7 @@ class LayerGroup:
 
 
 def groups_of(block: DecoderBlock, hidden: torch.Tensor) -> list[LayerGroup]:
-    """A block's linear layers, and who can divide their inputs: each is tried out.
+    """Return a block's linear layers, and the source that can divide their inputs: each is tried out.
 
     Args:
         hidden: [1, seq_len, hidden_size], any.
@@ -73,7 +73,7 @@ def groups_of(block: DecoderBlock, hidden: torch.Tensor) -> list[LayerGroup]:
 
 @torch.no_grad()
 def fold(block: DecoderBlock, group: LayerGroup, scales: torch.Tensor, stored_dtype: torch.dtype) -> torch.Tensor:
-    """Divides the inputs of a group at their source, and multiplies the weights with as much.
+    """Divide the inputs of a group at their source, and multiply the weights by the same scales.
 
     Args:
         scales: [outputs of the source], positive.
@@ -101,7 +101,7 @@ def fold(block: DecoderBlock, group: LayerGroup, scales: torch.Tensor, stored_dt
 
 
 def source_size(block: DecoderBlock, group: LayerGroup) -> int:
-    """Outputs of a group's source, each of which may have a scale."""
+    """Count the outputs of a group's source, each of which may have a scale."""
     assert group.source is not None
     weight = block.module.get_submodule(group.source).weight
     assert isinstance(weight, torch.Tensor)
@@ -110,7 +110,7 @@ def source_size(block: DecoderBlock, group: LayerGroup) -> int:
 
 @torch.no_grad()
 def sharing(block: DecoderBlock, hidden: torch.Tensor) -> list[LayerGroup]:
-    """A block's linear layers by the tensor that they were given, in the order in which they run.
+    """Group a block's linear layers by the tensor that they were given, in the order in which they run.
 
     The source is the norm that made the tensor; whether it can be folded into is not known.
 

@@ -86,7 +86,7 @@ def gptq(
 
 
 def blocks_of_columns(num_in: int, width: int, block_size: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of columns: some whole groups; or a part of one, which may be a whole row."""
+    """Yield (start, end) of columns: some whole groups; or a part of one, which may be a whole row."""
     whole = width * max(1, block_size // width)
     for group in range(0, num_in, whole):
         last = min(group + whole, num_in)
@@ -95,7 +95,7 @@ def blocks_of_columns(num_in: int, width: int, block_size: int) -> Iterator[tupl
 
 
 def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
-    """U, upper triangular, with U^T U = (H + damping)^-1; damped more where that is not enough.
+    """Return the upper triangular U with U^T U = (H + damping)^-1, damped more where that is not enough.
 
     Raises:
         ValueError: nothing is enough.

@@ -31,16 +31,16 @@ class Grid:
 
     @property
     def middle(self) -> int:
-        """The quantized 0.0, if the grid is symmetric."""
+        """Return the quantized 0.0 of a symmetric grid."""
         return 1 << (self.bits - 1)
 
     @property
     def most(self) -> int:
-        """The largest quantized value."""
+        """Return the largest quantized value."""
         return (1 << self.bits) - 1
 
     def width(self, num_in: int) -> int:
-        """Inputs of a group, of a weight with so many."""
+        """Return the number of inputs per group, for a weight with `num_in` inputs."""
         return num_in if self.group_size == -1 else self.group_size
 
     def nearest(self, weight: torch.Tensor) -> GroupedWeight:

@@ -34,7 +34,7 @@ def quantize_model(
     device: str = "cpu",
     for_other_engines: bool = False,
 ) -> Recipe:
-    """Writes a quantized checkpoint.
+    """Write a quantized checkpoint.
 
     Args:
         model: "teachlm", a folder, or a hub id.
@@ -59,12 +59,12 @@ def quantize_model(
 
 
 def check(model: str, recipes: Sequence[Recipe], for_other_engines: bool | None = False) -> list[Recipe]:
-    """Refuses, before a weight is read, what will not do, and chooses the size of groups where none is given.
+    """Refuse, before any weight is read, what cannot be quantized, and choose the group size where none is given.
 
     Args:
-        model: as of `quantize_model`.
-        recipes: which look at one text, those that do.
-        for_other_engines: as of `quantize_model`; None: this engine measures what is made.
+        model: as in `quantize_model`.
+        recipes: all that look at a text look at the same one.
+        for_other_engines: as in `quantize_model`; None: this engine measures what is made.
 
     Returns:
         The recipes, each with what was chosen.
@@ -121,7 +121,7 @@ def check_unquantized(folder: Path) -> None:
 def quantize_weights(
     folder: Path, recipe: Recipe, progress: Progress = lambda done, total: None, device: str = "cpu"
 ) -> Made:
-    """Quantizes in memory a model that `check` lets pass. Arguments as of `quantize_model`."""
+    """Quantize in memory a model that `check` lets pass. Arguments are as in `quantize_model`."""
     stored, model = blocks.named_tensors(folder), blocks.load(folder)
     parts, text = blocks.blocks_of(model, stored), None
     if recipe.needs_text:
@@ -149,7 +149,7 @@ def quantize_weights(
 
 
 def _rows(folder: Path, recipe: Recipe) -> torch.Tensor:
-    """[num_samples, seq_len] token ids."""
+    """Return the token ids, [num_samples, seq_len]."""
     return calibration_rows(recipe.calibration, read_tokenizer(folder), recipe.num_samples, recipe.seq_len)
 
 
@@ -166,7 +166,7 @@ class _Text:
     unrounded: torch.Tensor | None
 
     def through(self, task: methods.Task) -> dict[str, Quantized]:
-        """Quantizes a block, and goes through it."""
+        """Quantize a block, and run the text through it."""
         block = task.block
         if self.unrounded is not None:
             self.unrounded = block.run(self.unrounded)
@@ -187,7 +187,7 @@ def _check_finite(block: DecoderBlock) -> None:
 
 
 def _groups(block: DecoderBlock, row: torch.Tensor, with_sources: bool) -> list[folding.LayerGroup]:
-    """Raises ModelError: some linear layers do not run for every text."""
+    """Return the block's groups; raise ModelError if some linear layers do not run for every text."""
     groups = folding.groups_of(block, row) if with_sources else folding.sharing(block, row)
     idle = block.linears().keys() - {name for group in groups for name in group.names}
     if idle:
@@ -199,7 +199,7 @@ def _groups(block: DecoderBlock, row: torch.Tensor, with_sources: bool) -> list[
 
 
 def _percent(progress: Progress, index: int, num_blocks: int) -> Callable[[float], None]:
-    """From parts of a block, 0 to 1, to percent of all."""
+    """Convert parts of a block, 0 to 1, to percent of all."""
     done = float(index)
 
     def more(part: float) -> None:

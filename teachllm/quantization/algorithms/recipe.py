@@ -111,7 +111,7 @@ class Recipe:
 
     @property
     def kind(self) -> str:
-        """Without bits and groups, as in a table whose rows share these: "gptq asym"."""
+        """Name the kind without bits and groups, as in a table whose rows share these: "gptq asym"."""
         words = [self.method]
         if self.method not in EIGHT_BIT and self.grid.is_symmetric == (self.method in _NOT_SYMMETRIC):
             words.append("sym" if self.grid.is_symmetric else "asym")
@@ -139,7 +139,7 @@ class Recipe:
         return replace(self, group_size=next((size for size in _GROUP_SIZES if common % size == 0), None))
 
     def check_layer(self, name: str, num_out: int, num_in: int) -> None:
-        """Refuses a layer that the format cannot hold.
+        """Refuse a layer that the format cannot hold.
 
         Raises:
             ValueError: names the layer, and what would do.
@@ -167,12 +167,12 @@ class Recipe:
 
 
 def several(methods: Sequence[str] | None, settings: Mapping[str, Any]) -> list[Recipe]:
-    """A recipe for each method, with those of the settings that it has.
+    """Make a recipe for each method, with the settings that apply to it.
 
-    Round to nearest comes with and without zeros, unless it is said which: it is what others are measured against.
+    Round to nearest comes with and without zeros unless a setting chooses: it is the baseline for the others.
 
     Args:
-        methods: None: all that can have so many bits.
+        methods: None: all methods that can have this number of bits.
 
     Raises:
         ValueError: as `Recipe`; or none of the methods has a setting.
@@ -202,7 +202,7 @@ def _settings_of(method: str, smoothquant: bool) -> tuple[str, ...]:
 
 
 def _changed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not what they are anyway."""
+    """Return the settings that differ from their defaults."""
     return {name: value for name, value in settings.items() if value != getattr(Recipe, name)}
 
 
@@ -213,7 +213,7 @@ def _bits_of(method: str, is_symmetric: bool | None) -> tuple[int, ...]:
 
 
 def _flag(name: str, value: Any = None) -> str:
-    """Of the command line."""
+    """Return the flag of the command line."""
     if name == "is_symmetric":
         return "--symmetric" if value else "--asymmetric"
     return f"--{name.replace('_', '-')}"

@@ -35,7 +35,7 @@ class Document:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """transformers' tokenizer of a checkpoint.
+    """Read transformers' tokenizer of a checkpoint.
 
     Raises:
         ModelError: it has none that reads text.
@@ -55,7 +55,7 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def calibration_rows(path: Path, tokenizer: Any, num_rows: int, seq_len: int) -> torch.Tensor:
-    """[num_rows, seq_len] token ids: a text, cut up. Each row begins as the tokenizer begins a text.
+    """Return token ids, [num_rows, seq_len]: a text, cut up. Each row begins as the tokenizer begins a text.
 
     A text that is somewhat shorter gives fewer rows, with a warning.
 
@@ -88,7 +88,7 @@ def calibration_rows(path: Path, tokenizer: Any, num_rows: int, seq_len: int) ->
 
 
 def scored_documents(path: Path, tokenizer: Any, seq_len: int) -> list[Document]:
-    """A text to score: conversations as they are, plain text cut into pieces of `seq_len` tokens.
+    """Return a text to score: conversations as they are, plain text cut into pieces of `seq_len` tokens.
 
     Conversations whose answer begins later than that are left out, with a warning.
 
@@ -123,7 +123,7 @@ def _start(tokenizer: Any, seq_len: int) -> list[int]:
 
 
 def _read(flag: str, path: Path, tokenizer: Any, start: list[int]) -> list[Document]:
-    """Without the start of a text, which chat templates write and plain texts lack. `first` may be 0."""
+    """Read documents without the start of a text, which chat templates write and plain texts lack. `first` may be 0."""
     from jinja2 import TemplateError
 
     try:

@@ -43,7 +43,7 @@ class Made:
 
 
 def check_empty(out: Path) -> None:
-    """Raises ValueError: the folder has something in it, or is none."""
+    """Raise ValueError if the folder has something in it, or is no folder."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: there is a file of that name: give a folder")
     if out.is_dir() and any(out.iterdir()):
@@ -51,7 +51,7 @@ def check_empty(out: Path) -> None:
 
 
 def make_folder(out: Path) -> None:
-    """Raises ValueError: it cannot be made."""
+    """Make a folder; raise ValueError if that fails."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -61,7 +61,7 @@ def make_folder(out: Path) -> None:
 def write_checkpoint(
     source: Path, out: Path, recipe: Recipe, made: Made, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """A folder that transformers can load, and the engine.
+    """Write a folder that transformers can load, and the engine.
 
     Args:
         source: the checkpoint that was quantized.
@@ -109,7 +109,7 @@ def write_checkpoint(
 
 
 def pack_layer(recipe: Recipe, quantized: Quantized) -> dict[str, torch.Tensor]:
-    """Tensors of a linear layer, by the last part of their names."""
+    """Return the tensors of a linear layer, by the last part of their names."""
     if isinstance(quantized, ScaledWeight):
         return compressed_tensors.write_scaled(quantized)
     if recipe.method == "rtn":
@@ -123,7 +123,7 @@ def pack_layer(recipe: Recipe, quantized: Quantized) -> dict[str, torch.Tensor]:
 
 
 def quantization_config(recipe: Recipe, blocks: str) -> dict[str, Any]:
-    """Return what config.json says of a checkpoint, for all who read it.
+    """Return what config.json describes of a checkpoint, for all its readers.
 
     Args:
         blocks: the name of the list of blocks, "model.layers".
@@ -164,7 +164,8 @@ def quantization_config(recipe: Recipe, blocks: str) -> dict[str, Any]:
 
 
 def _is_gptq_v2(recipe: Recipe) -> bool:
-    """Zeros of version 1 have two readings, unless all are the middle of the range; so GPTQModel refuses others."""
+    """Return whether to write version 2: zeros of version 1 have two readings, unless all are the middle of the
+    range; so GPTQModel refuses others."""
     return recipe.method == "gptq" and not recipe.grid.is_symmetric
 
 
@@ -196,7 +197,7 @@ def _of_compressed_tensors(recipe: Recipe) -> dict[str, Any]:
 def _tensors(
     source: Path, recipe: Recipe, quantized: Mapping[str, Quantized], changed: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the new checkpoint, one after the other."""
+    """Yield (name, tensor) of the new checkpoint, one after the other."""
     from safetensors import safe_open
 
     stored = stored_tensors(source)
@@ -218,7 +219,7 @@ def _tensors(
 
 
 def _scale_as_stored(key: str, tensor: torch.Tensor, quantized: Quantized, dtype: str) -> torch.Tensor:
-    """compressed-tensors has its scales in the model's dtype; 8-bit weights were rounded for those."""
+    """Convert scales to the model's dtype, as compressed-tensors has them; 8-bit weights were rounded for these."""
     if key == "weight_scale" and isinstance(quantized, ScaledWeight):
         return tensor.to(STORED_DTYPES[dtype])
     return tensor

@@ -69,7 +69,7 @@ class Awq:
 
 
 def write(quantized: GroupedWeight) -> dict[str, torch.Tensor]:
-    """Tensors of such a file, the inverse of `Awq.read`."""
+    """Return the tensors of such a file; the inverse of `Awq.read`."""
     return {
         "qweight": pack(_shuffled(quantized.qweight.t()), 4, dim=1),
         "qzeros": pack(_shuffled(quantized.with_zeros().t()), 4, dim=1),

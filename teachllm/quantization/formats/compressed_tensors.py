@@ -88,7 +88,7 @@ class Packed:
 
 
 def write(quantized: GroupedWeight) -> dict[str, torch.Tensor]:
-    """Tensors of such a file, the inverse of `Packed.read`."""
+    """Return the tensors of such a file; the inverse of `Packed.read`."""
     tensors = {
         "weight_packed": pack(quantized.qweight, quantized.bits, dim=1),
         "weight_scale": quantized.scales,
@@ -208,7 +208,7 @@ def _scheme(weights: JsonObject, inputs: JsonObject, layout: str) -> Scheme:
 
 
 def _scaled(weights: JsonObject, inputs: JsonObject, kind: str, strategy: str) -> Scaled:
-    """Return how 8-bit weights are read and multiplied. Errors as of `_scheme`."""
+    """Return how 8-bit weights are read and multiplied. Errors are as in `_scheme`."""
     activations, block = _activations(inputs, kind), None
     if strategy == "block":
         block = weights.integers("block_structure") or (BLOCK, BLOCK)

@@ -102,7 +102,7 @@ class Gptq:
 
 
 def write(quantized: GroupedWeight, is_version_2: bool = False) -> dict[str, torch.Tensor]:
-    """Tensors of a projection, the inverse of `Gptq.read`.
+    """Return the tensors of a projection; the inverse of `Gptq.read`.
 
     Raises:
         ValueError: a zero cannot be stored.
@@ -172,10 +172,10 @@ def parse(config: JsonObject, names: Container[str] | None) -> Callable[[str], S
 
 
 def check_sizes(group_size: int, in_features: int) -> None:
-    """Refuses groups that no such format has.
+    """Refuse groups that no such format has.
 
     Raises:
-        ValueError: as of `Scheme.stored`.
+        ValueError: as in `Scheme.stored`.
     """
     if group_size != -1 and (group_size < 1 or in_features % group_size):
         what = f"groups of {group_size} do not divide its {in_features} inputs"
@@ -204,7 +204,7 @@ def checked_bits(
         name: of the layer, for errors.
 
     Raises:
-        ModelError: it is none of those that are supported.
+        ModelError: it is not supported.
     """
     bits = values.integer(key, *default)
     if bits not in supported:

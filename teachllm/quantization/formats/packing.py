@@ -20,7 +20,7 @@ def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 
 def pack(values: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """The inverse of `unpack`: words int32, the last one filled up with zeros.
+    """Pack values to int32 words, the inverse of `unpack`; the last word is filled up with zeros.
 
     Args:
         values: any integer dtype, 0 to 2^bits - 1.

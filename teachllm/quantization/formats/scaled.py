@@ -84,7 +84,7 @@ class Scaled:
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """e8m0, as uint8 or as its own dtype -> float32.
+    """Convert e8m0, as uint8 or as its own dtype, to float32.
 
     Raises:
         ValueError: one is NaN.

@@ -61,7 +61,7 @@ class Drafting:
         self._history_rows: set[int] = set()  # whose logits depend on what was said before
 
     def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
-        """Which cached blocks they begin with is known only when the plan is in the rows: see `begin`."""
+        """Note the rows. Which cached blocks they begin with is known only when the plan is in them: see `begin`."""
         for row, new_row in opened:
             params = new_row.sampling_params
             penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -69,7 +69,7 @@ class Drafting:
                 self._history_rows.add(row)
 
     def close_row(self, row: int) -> None:
-        """Forgets the request in `row`."""
+        """Forget the request in `row`."""
         self._history_rows.discard(row)
         self._in_step.discard(row)
         self._drafted.pop(row, None)
@@ -83,7 +83,7 @@ class Drafting:
         return [max(token_id, 0) for token_id in self._drafted[row].token_ids[: len(scheduled.draft_token_ids)]]
 
     def begin(self, inputs: StepInputs) -> None:
-        """The model is about to write K and V, which the drafter does not have yet."""
+        """Note that the model is about to write K and V, which the drafter does not have yet."""
         for row, start, end in zip(inputs.rows, inputs.starts, inputs.metadata.kv_lens, strict=True):
             blocks = self._batch.blocks(row, end)
             first_written = start // self._batch.block_size
@@ -121,7 +121,7 @@ class Drafting:
     ) -> torch.Tensor | None:
         """Return what stands before each position that samples, [num_logits, longest]; None: what its row says.
 
-        Nodes of a tree lie side by side in a row, but only those of one path follow each other. Zeros where no request
+        Nodes of a tree lie side by side in a row, but only nodes of one path follow each other. Zeros where no request
         reads it: only penalties and bad words do. Arguments as above.
         """
         reading = [row in self._history_rows for row in inputs.rows]
@@ -155,7 +155,7 @@ class Drafting:
         hidden: torch.Tensor,
         features: Mapping[int, torch.Tensor],
     ) -> list[list[int]]:
-        """Drafts for the requests that the plan names; what was sampled is known already.
+        """Draft for the requests that the plan names; what was sampled is known already.
 
         Args:
             paths: of each request the drafts that held.

@@ -75,14 +75,14 @@ class InputBatch(Rows):
         self._num_known = np.zeros(max_num_seqs, dtype=np.int64)
 
     def open(self, request_id: str, new_row: NewRow) -> int:
-        """Takes a row for a request and returns it."""
+        """Take a row for a request and return it."""
         row = super().open(request_id, new_row)
         self._num_known[row] = len(new_row.token_ids)
         self._token_ids[row, : len(new_row.token_ids)] = new_row.token_ids
         return row
 
     def append(self, row: int, token_ids: Sequence[int]) -> None:
-        """Sampled tokens become known."""
+        """Append sampled tokens to the known ones."""
         known = self._num_known[row]
         self._token_ids[row, known : known + len(token_ids)] = token_ids
         self._num_known[row] = known + len(token_ids)
@@ -92,25 +92,25 @@ class InputBatch(Rows):
         return self._row_of[request_id]
 
     def num_known(self, row: int) -> int:
-        """Tokens of prompt and output."""
+        """Count the tokens of prompt and output."""
         return int(self._num_known[row])
 
     def blocks(self, row: int, num_tokens: int) -> np.ndarray:
-        """Block ids of the first tokens."""
+        """Return the block ids of the first tokens."""
         return self._block_table[row, : -(-num_tokens // self.block_size)]
 
     def write(self, row: int, index: int, token_id: int) -> None:
-        """Writes a token that is not known, only guessed."""
+        """Write a token that is not known, only guessed."""
         self._token_ids[row, index] = token_id
 
     def prepare(
         self, plan: SchedulerOutput, drafts: Sequence[Sequence[int]] | None = None, tree: DraftTree | None = None
     ) -> StepInputs:
-        """The step's tensors. Writes the plan's new blocks and drafts into the rows.
+        """Return the step's tensors. Write the plan's new blocks and drafts into the rows.
 
         Args:
             drafts: of each scheduled request; None: as the plan has them.
-            tree: whose first nodes they are; None: chains.
+            tree: the tree whose first nodes the drafts are; None: chains.
         """
         rows = [self._row_of[scheduled.request_id] for scheduled in plan.scheduled]
         drafts = drafts or [scheduled.draft_token_ids for scheduled in plan.scheduled]
@@ -122,7 +122,7 @@ class InputBatch(Rows):
 
     @staticmethod
     def _tree(tree: DraftTree, start: int, num_drafts: int) -> TreeMask | None:
-        """Of a request whose newest token is at `start`, where it has drafts."""
+        """Return the tree mask of a request whose newest token is at `start`, if it has drafts."""
         if not num_drafts:
             return None
         depths = (0, *tree.depths[:num_drafts])
@@ -142,10 +142,10 @@ class InputBatch(Rows):
         id_shift: int = 0,
         trees: Sequence[TreeMask | None] | None = None,
     ) -> StepInputs:
-        """The tensors of some rows' tokens, of each `query_lens` of them from `starts` on.
+        """Return the tensors of some rows' tokens: `query_lens` of each row, from `starts` on.
 
         Args:
-            id_shift: the ids are those of the tokens so many places further on.
+            id_shift: how many places further on the tokens are whose ids these are.
             trees: of each row what its tokens see, and where they stand, if they are no chain.
         """
         row_array, start_array, length_array = np.array(rows), np.array(starts), np.array(query_lens)

@@ -8,7 +8,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's names for them, from mall
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep freed memory instead of giving it back to the system.
+    """Tell glibc to keep freed memory instead of giving it back to the system.
 
     A step allocates and frees the same few megabytes in every layer (gathered K and V, scores). By default glibc
     returns each at once and the next step faults it in again page by page, which costs more than filling it.

@@ -154,7 +154,7 @@ class ModelRunner:
         return None
 
     def observe(self, is_on: bool) -> None:
-        """From now on outputs also hold the tokens of each expert, if there are any; or no longer."""
+        """Start, or stop, adding the tokens of each expert to outputs, if there are any experts."""
         self._load = self.model.count_load() if is_on and self.model.experts is not None else None
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ExecutedStep:
-        """Runs the forward pass of a plan."""
+        """Run the forward pass of a plan."""
         drafting = self._drafting
         kept = (self._sampler, self._prompt_logprobs)
         self._batch.update(plan, kept if drafting is None else (*kept, drafting))
@@ -219,8 +219,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, step: ExecutedStep) -> ReadyOutput:
-        """Samples a token at every position that is verified, keeps those up to the first draft that does not hold,
-        and has the drafter propose."""
+        """Sample a token at every position that is verified, keep the tokens up to the first draft that does not
+        hold, and have the drafter propose."""
         scheduled_requests, rows = step.plan.scheduled, step.inputs.rows
         if not self._ranks.coords.is_last_stage:
             return ReadyOutput(ModelRunnerOutput([[] for _ in scheduled_requests]))
@@ -300,7 +300,7 @@ class ModelRunner:
         return synthetic_tokens(sampled, torch.tensor(nexts, dtype=torch.int64), coins, self._synthetic_rate)
 
     def _keep(self, rows: Sequence[int], kept: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> None:
-        """Tokens become known; K and V of drafts that hold go where their tokens stand now."""
+        """Add tokens to the known ones; move K and V of drafts that hold to where their tokens stand now."""
         sources: list[int] = []
         targets: list[int] = []
         for row, token_ids, path in zip(rows, kept, paths, strict=True):

@@ -53,7 +53,7 @@ class FlatBatch:
 
     @staticmethod
     def of(batch: DeviceBatch, num_seqs: int, num_tokens: int, num_decodes: int, decode_len: int = 1) -> FlatBatch:
-        """A step as `DeviceBatch.build` has made it, with padding; `decode_len` tokens of a decode at most."""
+        """Return a step as `DeviceBatch.build` has made it, with padding; a decode has at most `decode_len` tokens."""
         verifies_tree = batch.places is not None and num_decodes > 0 and decode_len > 1
         return FlatBatch(
             input_ids=batch.input_ids[:num_tokens],

@@ -83,7 +83,7 @@ class GraphSizes:
         return min(1 << (count - 1).bit_length(), self.max_drafts) if count else 0
 
     def sequences(self, count: int) -> int:
-        """Return the number of decodes that so many are padded to."""
+        """Return the number of decodes that `count` are padded to."""
         return _padded_size(count, self.max_num_seqs)
 
     def decodes(self) -> list[int]:
@@ -113,7 +113,7 @@ class GraphSizes:
 
     @property
     def largest_mixed(self) -> int:
-        """The most tokens of a step with prompts that a graph, or its pieces, hold."""
+        """Return the most tokens that a graph, or its pieces, hold of a step with prompts."""
         return min(_LARGEST_MIXED_GRAPH, self.max_num_tokens)
 
     def mixed(self, num_tokens: int) -> int:
@@ -149,7 +149,7 @@ class Graphs:
         self._pieces: dict[Hashable, tuple[list[torch.cuda.CUDAGraph], list[AttentionCall], torch.Tensor]] = {}
 
     def clear(self) -> None:
-        """Gives all recordings up. A communicator whose operations are in one cannot be closed before."""
+        """Drop all recordings. A communicator whose operations are in one cannot be closed before."""
         self._full.clear()
         self._pieces.clear()
 

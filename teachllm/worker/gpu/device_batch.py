@@ -131,7 +131,7 @@ class DeviceBatch(Rows):
             self.places = None if tree.is_chain else self._in_order.clone()
 
     def prepare(self, plan: SchedulerOutput) -> DeviceStep:
-        """Notes a plan's new tokens and blocks and returns the rest, for `send`."""
+        """Note a plan's new tokens and blocks and return the rest, for `send`."""
         scheduled_requests = plan.scheduled
         rows = [self._row_of[scheduled.request_id] for scheduled in scheduled_requests]
         self._note(rows, scheduled_requests)
@@ -160,7 +160,7 @@ class DeviceBatch(Rows):
         )
 
     def _note(self, rows: Sequence[int], scheduled_requests: Sequence[ScheduledRequest]) -> None:
-        """The tokens of requests that start, and all new blocks."""
+        """Note the tokens of requests that start, and all new blocks."""
         table_width, row_width = self.block_tables.shape[1], self.token_ids.shape[1]
         added = self._added = _Additions()
         started = [
@@ -185,7 +185,7 @@ class DeviceBatch(Rows):
                 added.values += scheduled.new_block_ids
 
     def mark_pending_remote(self, number: int, step: DeviceStep) -> None:
-        """A step's tokens will be sampled elsewhere: notes where they belong, for `receive_sampled_tokens`.
+        """Note where a step's tokens, which will be sampled elsewhere, belong, for `receive_sampled_tokens`.
 
         Args:
             number: of the step's plan.
@@ -213,7 +213,7 @@ class DeviceBatch(Rows):
         return places, values
 
     def send(self, step: DeviceStep, num_seqs: int, num_tokens: int) -> None:
-        """Write a step's header, and what it adds to the rows, to the device. Arguments as of `pack`."""
+        """Write a step's header, and what it adds to the rows, to the device. Arguments are as in `pack`."""
         pack(self._packed, step, num_seqs, num_tokens)
         self._packed.output_row[0] = (self._packed.output_row[0] + 1) % len(self._outputs)
         added, header = self._added, self._host_header
@@ -236,9 +236,9 @@ class DeviceBatch(Rows):
 
     @property
     def output(self) -> torch.Tensor:
-        """[max_num_seqs * num_fields] int32 on the host: what the step that was sent last samples, when it has.
+        """Return what the step that was sent last samples, once it has: [max_num_seqs * num_fields] int32 on the host.
 
-        To be read before `num_steps` more are sent: its place is used again.
+        Read it before `num_steps` more are sent: its place is used again.
         """
         return self._outputs[int(self._packed.output_row[0])]
 
@@ -247,19 +247,19 @@ class DeviceBatch(Rows):
         clear(self.header, num_seqs, num_tokens)
 
     def pretend(self, num_known: int, num_blocks: int) -> None:
-        """All rows know so many tokens, in blocks of their own as far as there are enough: to time steps."""
+        """Set all rows to `num_known` tokens, in blocks of their own as far as there are enough: to time steps."""
         self.num_known.fill_(num_known)
         self.block_tables.view(-1).copy_(torch.arange(self.block_tables.numel(), device=self.device) % num_blocks)
 
     def forget(self) -> None:
-        """Rows and header are as they were in the beginning."""
+        """Reset rows and header to their initial state."""
         self._memory.zero_()
 
     def build(self, num_seqs: int, num_decodes: int = 0) -> None:
-        """Fills `input_ids`, `positions`, `slot_mapping` and `seq_lens` on the device.
+        """Fill `input_ids`, `positions`, `slot_mapping` and `seq_lens` on the device.
 
         Args:
-            num_decodes: the first so many sequences may have drafts.
+            num_decodes: how many sequences, from the first on, may have drafts.
         """
         if self.places is not None:
             self.places.copy_(self._in_order)
@@ -280,12 +280,13 @@ class DeviceBatch(Rows):
         )
 
     def append(self, sampled: torch.Tensor) -> None:
-        """Sampled tokens, [num_rows] int64 in the order of `sample_rows`, become known, and the step's output."""
+        """Append sampled tokens, [num_rows] int64 in the order of `sample_rows`, to the known ones and the output."""
         rows = self.header.sample_rows[: sampled.shape[0]]
         append_tokens(rows, sampled, self.token_ids, self.num_known, self._outputs, self.header.output_row)
 
     def accept(self, sampled: torch.Tensor, num_seqs: int) -> None:
-        """Of `num_seqs` sequences the drafts that hold, and the token after them, become known, and the output.
+        """Accept the drafts that hold of `num_seqs` sequences, and the token after them: add them to the known tokens
+        and the output.
 
         Args:
             sampled: [num_logits or more] int64, the token of each position.
@@ -309,12 +310,12 @@ class DeviceBatch(Rows):
         )
 
     def histories(self, positions: slice, places: Sequence[int]) -> torch.Tensor | None:
-        """Return what stands before some positions that are sampled from; None: what their rows say.
+        """Return what stands before some positions that are sampled from; None if their rows hold it.
 
-        Nodes of a tree lie side by side in a row, but only those of one path follow each other.
+        Nodes of a tree lie side by side in a row, but only nodes of one path follow each other.
 
         Args:
-            positions: which of them.
+            positions: the slice of positions.
             places: in the tree, of all positions of the step.
 
         Returns:
@@ -332,5 +333,5 @@ class DeviceBatch(Rows):
         )
 
     def _on_host(self, size: int) -> torch.Tensor:
-        """[size] int32, where a GPU's kernels read and write it."""
+        """Allocate [size] int32, where a GPU's kernels read and write it."""
         return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")

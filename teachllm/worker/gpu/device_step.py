@@ -41,12 +41,12 @@ class DeviceStep:
 
     @property
     def num_logits(self) -> int:
-        """Positions that are sampled from."""
+        """Count the positions that are sampled from."""
         return len(self.sampling) + sum(self.num_drafts)
 
     @property
     def sampled_rows(self) -> list[int]:
-        """The request row of each position that is sampled from."""
+        """Return the request row of each position that is sampled from."""
         rows = [self.rows[i] for i in self.sampling]
         if not self.num_drafts:
             return rows
@@ -60,10 +60,10 @@ class DeviceStep:
 
     @property
     def is_decode(self) -> bool:
-        """All are decodes that sample."""
+        """Return whether all requests are decodes that sample."""
         return self.num_decodes == len(self.rows) == len(self.sampling)
 
     @property
     def speculates(self) -> bool:
-        """Drafts are verified in it, or asked for."""
+        """Return whether the step verifies drafts, or asks for some."""
         return bool(self.num_drafts or self.num_next)

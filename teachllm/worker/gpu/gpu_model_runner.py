@@ -162,7 +162,7 @@ class GPUModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> LaunchedStep:
-        """Launches the forward pass of a plan; for a batch of plain decodes, sampling too."""
+        """Launch the forward pass of a plan; for a batch of plain decodes, sampling too."""
         with torch.cuda.device(self._device):  # which one is current is each thread's own
             began = self._start_clock() if self._is_observed else None
             launched = self._execute(plan)
@@ -171,7 +171,7 @@ class GPUModelRunner:
 
     @torch.inference_mode()
     def sample(self, launched: LaunchedStep) -> PendingStep:
-        """Samples what the graph has not, and sends the ids on their way."""
+        """Sample what the graph has not, and start to copy the ids to the host."""
         with torch.cuda.device(self._device):
             self._last = self._sample(launched)
             return self._last
@@ -194,7 +194,7 @@ class GPUModelRunner:
     def _allocate(
         self, config: EngineConfig, drafter: DrafterConfig | None, num_blocks: int, draft_caches: KVCache
     ) -> None:
-        """KV caches of the model and, into `draft_caches`, of the drafter, in place of those that there were."""
+        """Allocate KV caches of the model and, into `draft_caches`, of the drafter, in place of the earlier ones."""
         self._kv_caches = self._graph_runner.kv_caches = []  # a block may be as long as the longest sequence
         draft_caches.clear()
         self._kv_caches = allocate_kv_cache(self._model_config, num_blocks, config.block_size, self._device)
@@ -211,7 +211,7 @@ class GPUModelRunner:
         return self._graph_runner.record_ahead(sizes, is_adaptive, self.memory.num_blocks)
 
     def observe(self, is_on: bool) -> None:
-        """From now on outputs also say how long their steps took on the device; or no longer."""
+        """Start, or stop, adding to outputs how long their steps took on the device."""
         self._is_observed = is_on
 
     @torch.inference_mode()
@@ -220,7 +220,7 @@ class GPUModelRunner:
         self.model.execute_dummy_step()
 
     def close(self) -> None:
-        """Gives its graphs up, and lets collections look at everything again."""
+        """Drop the runner's graphs, and let garbage collections look at everything again."""
         self._graphs.clear()
         gc.unfreeze()
 
@@ -253,7 +253,7 @@ class GPUModelRunner:
 
     @torch.inference_mode()
     def _compile_ahead(self, num_sampling_bytes: int) -> None:
-        """Compiles what an engine meets first, side by side: the largest step, sampling, a decode, short prompts."""
+        """Compile what an engine meets first, in parallel: the largest step, sampling, a decode, short prompts."""
         batch = self._batch
         with compiling_ahead(self._device):
             _, *logits, _ = self._largest_step(self._kv_caches, num_sampling_bytes)
@@ -331,7 +331,7 @@ class GPUModelRunner:
         prompt_logprobs: list[list[TokenLogprobs] | None] | None,
         to_draft: Callable[..., None] | None,
     ) -> LaunchedStep:
-        """A step under way."""
+        """Return a step under way."""
         batch = self._batch
         return LaunchedStep(
             step,

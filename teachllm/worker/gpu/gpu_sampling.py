@@ -46,7 +46,7 @@ class GPUSampling:
         self.mover: KVMover | None = None
 
     def plain(self, logits: torch.Tensor, num_seqs: int, variant: tuple[bool, bool], verifies: bool) -> None:
-        """Samples positions of `num_seqs` sequences, [num_logits, own columns], that ask for no more than filters."""
+        """Sample positions of `num_seqs` sequences, [num_logits, own columns], that ask for no more than filters."""
         batch, count = self._batch, logits.shape[0]
         rows = batch.header.sample_rows[:count]
         if batch.tree is None:
@@ -58,9 +58,9 @@ class GPUSampling:
         self._take(self._sampler.sample_positions(logits, rows, positions, variant, proposals), num_seqs)
 
     def tokens(self, logits: torch.Tensor, rows: torch.Tensor, variant: tuple[bool, bool]) -> torch.Tensor:
-        """[R] int64, of positions of as many request rows, [R, own columns], that ask for no more than filters.
+        """Return [R] int64, the tokens of as many request rows, [R, own columns], that ask for no more than filters.
 
-        Where ranks have some columns each, logits are brought together for filters alone.
+        Where ranks have some columns each, logits are gathered only for filters.
         """
         columns, (_, any_filtered) = self._columns, variant
         is_shared = not columns.are_all and columns.each_has_some and not any_filtered
@@ -69,7 +69,7 @@ class GPUSampling:
         return self._sampler.sample_plain(whole, rows, known, variant, columns if is_shared else None)
 
     def any(self, logits: torch.Tensor, rows: list[int], num_seqs: int, places: Sequence[int]) -> list[SamplerOutput]:
-        """Samples positions whatever they ask for, a few at a time, which bounds the memory that it takes.
+        """Sample positions whatever they ask for, a few at a time, which bounds the memory that it takes.
 
         Args:
             logits: [num_logits, own columns].
@@ -105,7 +105,7 @@ class GPUSampling:
         return self._drafting.proposals(num_seqs, num_logits) if self._drafting is not None and verifies else None
 
     def _take(self, sampled: torch.Tensor, num_seqs: int) -> None:
-        """Sampled tokens of `num_seqs` sequences become known, with the drafts that they confirm."""
+        """Add sampled tokens of `num_seqs` sequences to the known ones, with the drafts that they confirm."""
         batch = self._batch
         if batch.tree is None:
             batch.append(sampled)

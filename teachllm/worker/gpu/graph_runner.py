@@ -123,7 +123,7 @@ class GraphRunner:
         """Capture the decodes of an engine that speculates, and time them if lengths adapt. See `capture_ahead.py`.
 
         Args:
-            sizes: as of `AdaptiveLength`.
+            sizes: as in `AdaptiveLength`.
             num_blocks: KV blocks that the timed rows may use.
 
         Returns:
@@ -173,7 +173,7 @@ class GraphRunner:
         return None
 
     def _forward(self, num_tokens: int, metadata: AttentionMetadata) -> torch.Tensor:
-        """Return the hidden states of the batch's first tokens, or of those that `metadata` selects."""
+        """Return the hidden states of the batch's first tokens, or of the tokens that `metadata` selects."""
         input_ids, positions = self._batch.input_ids[:num_tokens], self._batch.positions[:num_tokens]
         aux_hidden_states = {} if self._drafting is None else self._drafting.aux_hidden_states()
         return self.model(input_ids, positions, self.kv_caches, metadata, aux_hidden_states)

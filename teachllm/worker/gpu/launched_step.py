@@ -65,19 +65,19 @@ class PendingStep:
         self.arrived.record()
 
     def seconds(self) -> float | None:
-        """Waits for the device, which took so long; None: it was not timed."""
+        """Wait for the device and return how long the step took; None if it was not timed."""
         self.is_taken = True
         self.arrived.synchronize()
         began = self._launched.began
         return None if began is None else began.elapsed_time(self.arrived) / 1000
 
     def seconds_until(self, moment: torch.cuda.Event) -> float:
-        """From the beginning of the step, which has been waited for and is timed."""
+        """Return the seconds from the beginning of the step, which has been waited for and is timed."""
         assert self._launched.began is not None
         return self._launched.began.elapsed_time(moment) / 1000
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the device. To be asked for before `launched.output` is used again."""
+        """Wait for the device and return the output. Call it before `launched.output` is used again."""
         seconds, step = self.seconds(), self._launched.step
         sampled: list[list[int]] = [[] for _ in step.rows]
         logprobs: list[list[TokenLogprobs] | None] = [None for _ in step.rows]
@@ -108,7 +108,7 @@ class PendingStep:
 
 
 def logprobs_of(outputs: Sequence[SamplerOutput]) -> list[TokenLogprobs | None] | None:
-    """Return those of all that sampled, one after the other, as `SamplerOutput.logprobs`; None if not asked for."""
+    """Return the entries of all outputs, one after the other, as `SamplerOutput.logprobs`; None if not asked for."""
     if not any(output.pending for output in outputs):
         return None
     return [entry for output in outputs for entry in output.logprobs or [None] * len(output.token_ids)]

@@ -31,10 +31,10 @@ def facts_of(config: EngineConfig) -> dict[str, Any]:
 
 
 def check_agreement(facts: Mapping[int, Mapping[str, Any]]) -> None:
-    """Compares what the ranks said.
+    """Compare what the ranks reported.
 
     Raises:
-        ValueError: two differ; names the first thing in which they do, and who says what.
+        ValueError: two differ; names the first thing in which they do, and each rank's value.
     """
     for name in facts[min(facts)]:
         said: dict[str, list[int]] = {}
@@ -47,7 +47,7 @@ def check_agreement(facts: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """For people: "rank 1", "ranks 2, 3"; -1 is the engine's own process."""
+    """Name the ranks for people: "rank 1", "ranks 2, 3"; -1 is the engine's own process."""
     if ranks == [-1]:
         return "the engine"
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -33,7 +33,7 @@ class Answers:
         self._descriptor = descriptor
 
     def say(self, kind: Kind, content: Any, number: int = 0) -> None:
-        """Sends a frame; bytes as they are, anything else as JSON.
+        """Send a frame; bytes as they are, anything else as JSON.
 
         Raises:
             BrokenPipeError: the reader has gone.
@@ -51,7 +51,7 @@ class Listener:
         self._unread = bytearray()
 
     def frames(self, data: bytes) -> Iterator[tuple[Kind, int, bytes]]:
-        """Those that are complete with these bytes."""
+        """Yield the frames that are complete with these bytes."""
         self._unread += data
         while len(self._unread) >= _HEAD.size:
             kind, number, length = _HEAD.unpack_from(self._unread)

@@ -31,7 +31,7 @@ _STDERR = 2  # this process's own: `sys.stderr` may be a notebook's, or a test's
 def start_child(
     module: str, *arguments: str, pass_fds: Sequence[int] = (), environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Runs a module in a fresh interpreter, which sees the packages that this one sees.
+    """Run a module in a fresh interpreter, which sees the packages that this one sees.
 
     A new session: Ctrl-C does not reach it. Its standard input is a pipe that closes when this process ends.
 
@@ -90,15 +90,15 @@ def uninterrupted() -> Iterator[None]:
 
 
 def leave_signals_to_the_parent() -> None:
-    """In the child: Ctrl-C and SIGTERM, which may be sent to all processes at once, do not end it. The parent may have
-    something to finish, and ends it then; whoever cannot wait for that kills it."""
+    """Ignore, in the child, Ctrl-C and SIGTERM, which may be sent to all processes at once. The parent may have
+    something to finish, and ends the child then; a user who cannot wait for that kills it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_the_parent() -> None:
-    """In the child: from now on it ends when the other end of its standard input closes, as it does with the parent,
-    killed or not."""
+    """Watch, in the child, its standard input, and end when the other end closes, as it does with the parent, killed
+    or not."""
 
     def watch() -> None:
         while os.read(0, 1):
@@ -138,5 +138,5 @@ def refuse_elsewhere() -> Callable[[], None]:
 
 
 def how_it_ended(returncode: int) -> str:
-    """For people: the signal's name, or the exit code."""
+    """Name the end of a process for people: the signal's name, or the exit code."""
     return signal.Signals(-returncode).name if returncode < 0 else f"exit code {returncode}"

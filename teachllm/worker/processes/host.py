@@ -47,12 +47,12 @@ def join(
     first_gpu: int = 0,
     joined: Callable[[Sequence[int]], None] = lambda ranks: None,
 ) -> None:
-    """Works for the engine that listens at an address, until that ends.
+    """Work for the engine that listens at an address, until that ends.
 
     Args:
         address: tcp://HOST:PORT.
         place: which of the machines this is, from 1 on; None: any that is missing.
-        first_gpu: that of its first rank, if the engine computes on GPUs.
+        first_gpu: the GPU of its first rank, if the engine computes on GPUs.
         joined: called with the ranks that are to be here.
 
     Raises:
@@ -73,7 +73,7 @@ def join(
 
 
 def _work(line: _Line, begin: Begin, first_gpu: int) -> None:
-    """Has the ranks work, until the end."""
+    """Let the ranks work, until the end."""
     ranks, config = RankProcesses(begin.ranks), begin.work.config
     device = f"cuda:{first_gpu}" if config.device.startswith("cuda") else config.device
     line.when_lost(ranks.end)  # this thread may be in the middle of a message
@@ -95,7 +95,7 @@ def _work(line: _Line, begin: Begin, first_gpu: int) -> None:
 
 
 def _pass_on(line: _Line, ranks: RankProcesses) -> None:
-    """What is said, in both directions."""
+    """Send messages on, in both directions."""
     poller = zmq.Poller()
     for source in (line.socket, ranks.fileno()):
         poller.register(source, zmq.POLLIN)
@@ -136,7 +136,7 @@ class _Line:
         )
 
     def when_lost(self, end: Callable[[str], None]) -> None:
-        """From now on `end` is called with the reason, in another thread, when the connection has ended."""
+        """Register `end`, to be called with the reason, in another thread, when the connection has ended."""
         self._on_lost = end
         if self._why:
             end(self._why)
@@ -148,7 +148,7 @@ class _Line:
         return decode_to_host(b"".join(self.socket.recv_multipart()))
 
     def first(self) -> ToHost:
-        """Waits for a message while there are no ranks.
+        """Wait for a message while there are no ranks.
 
         Raises:
             ValueError, EngineDeadError, TimeoutError: as `join`.

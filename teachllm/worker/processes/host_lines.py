@@ -91,13 +91,13 @@ class HostLines:
 
     @property
     def missing(self) -> list[list[int]]:
-        """The ranks of each machine that has not joined yet."""
+        """Return the ranks of each machine that has not joined yet."""
         with self._changed:
             there = [host.ranks for host in self._hosts.values()]
             return [list(ranks) for ranks in self._plan.elsewhere if list(ranks) not in there]
 
     def check(self) -> None:
-        """Raises what there is to raise."""
+        """Raise an error if the engine is closed, was refused or has died."""
         if self._is_closed:
             raise RuntimeError("the engine is closed")
         if self.refusal is not None:
@@ -127,13 +127,13 @@ class HostLines:
                 self._send(host.identity, Begin(host.ranks, work))
 
     def tell(self, message: ToHost) -> None:
-        """All machines."""
+        """Send a message to all machines."""
         with self._changed:
             for host in list(self._hosts.values()):
                 self._send(host.identity, message)
 
     def take(self) -> bool:
-        """Hears what they have said; False if that was nothing."""
+        """Receive what the machines have sent; return False if that was nothing."""
         has_news = False
         with self._changed, contextlib.suppress(zmq.Again):
             while True:
@@ -202,7 +202,7 @@ class HostLines:
                 self.end(f"on {host.name} {said.why}")
 
     def _ranks_for(self, hello: Hello) -> list[int]:
-        """Of a machine that wants to join.
+        """Return the ranks of a machine that wants to join.
 
         Raises:
             ValueError: there is nothing to do for it; if it has other versions, the engine must not wait either.

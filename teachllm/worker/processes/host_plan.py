@@ -51,7 +51,7 @@ def plan_of(config: EngineConfig) -> HostPlan:
 
 
 def _plan_of_nodes(config: EngineConfig) -> HostPlan:
-    """`nnodes` machines with as many ranks each; users start a worker on all but this one."""
+    """Plan `nnodes` machines with as many ranks each; users start a worker on all but this one."""
     size = config.num_local_ranks
     here, *elsewhere = [range(first, first + size) for first in range(0, config.num_ranks, size)]
     known = os.environ.get(SECRET)

@@ -35,7 +35,7 @@ _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUT
 
 
 def listen(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, secret: str) -> zmq.Socket[bytes]:
-    """The engine's end: a router, so that it can answer each machine.
+    """Open the engine's end: a router, so that it can answer each machine.
 
     Args:
         port: 0: any that is free.
@@ -66,7 +66,7 @@ def listen(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, secret
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], address: str, secret: str) -> zmq.Socket[bytes]:
-    """The end of another machine; the engine may begin to listen later.
+    """Open the end of another machine; the engine may begin to listen later.
 
     Raises:
         ValueError: this is no address.
@@ -89,7 +89,7 @@ def port_of(router: zmq.Socket[bytes]) -> int:
 
 
 def frames_of(message: bytes) -> list[bytes]:
-    """In which a message goes; joined, they are the message."""
+    """Split a message into the frames in which it is sent; joined, they are the message."""
     return [message[first : first + _FRAME_BYTES] for first in range(0, max(len(message), 1), _FRAME_BYTES)]
 
 
@@ -118,7 +118,7 @@ class ConnectionMonitor:
                     self._on_refused()
 
     def stop(self) -> None:
-        """For whoever may use the socket, before it is closed."""
+        """Stop watching; call this from a thread that may use the socket, before the socket is closed."""
         self._watched.disable_monitor()
 
     def join(self) -> None:

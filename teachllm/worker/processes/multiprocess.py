@@ -59,7 +59,7 @@ class RemoteStep:
         self.verdict: ModelRunnerOutput | Exception | None = None
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the step's output.
+        """Wait for the step's output.
 
         Raises:
             EngineDeadError: a process has ended.
@@ -124,7 +124,7 @@ class MultiprocessExecutor:
     # -- as an executor ------------------------------------------------------------------------------------
 
     def execute(self, plan: SchedulerOutput) -> RemoteStep:
-        """Gives every rank the plan; an empty one for a step that other replicas take.
+        """Send the plan to every rank; an empty one for a step that other replicas take.
 
         Raises:
             EngineDeadError: a process has ended.
@@ -169,7 +169,7 @@ class MultiprocessExecutor:
         return prior_of(self._call("prepare", list(sizes), is_adaptive)[self._output_rank])
 
     def close(self) -> None:
-        """Ends the processes, after the step under way, and waits for that."""
+        """End the processes, after the step under way, and wait for that."""
         self._ranks.close()
 
     # -- the processes -------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class MultiprocessExecutor:
         self._ranks.write(ORDER.pack(is_plan, self._number) + content)
 
     def _receive(self, seconds: float | None = None) -> None:
-        """Waits for whatever any of them says, or for so long.
+        """Wait for whatever any rank sends, or for `seconds`.
 
         Raises:
             EngineDeadError: a process has ended.
@@ -236,7 +236,7 @@ class MultiprocessExecutor:
                         del self._watched[number]
 
     def _fail(self, rank: int, number: int, why: str) -> None:
-        """A plan or a call has failed at a rank, and maybe at others, too."""
+        """Record that a plan or a call has failed at a rank, and maybe at others, too."""
         step = self._steps.get(number)
         if step is not None:
             step.verdict = RuntimeError(f"rank {rank}: {why}")
@@ -259,7 +259,7 @@ class MultiprocessExecutor:
         return self._results
 
     def _meet(self, why: str) -> None:
-        """After a failure somewhere: goes on only if all ranks are through with that step."""
+        """Wait, after a failure somewhere, until all ranks are through with that step; end the engine if one is not."""
         met = self._call("meet", seconds=max(_SECONDS_TO_COME_OUT, 2 * self._longest))
         self._watched.clear()  # who failed tells nothing
         missing = [rank for rank in range(self._num_ranks) if rank not in met]
@@ -268,7 +268,7 @@ class MultiprocessExecutor:
 
 
 def lines_to_ranks(config: EngineConfig) -> RankLines:
-    """To ranks that are not started yet, wherever the settings say that they are to be.
+    """Return the lines to ranks that are not started yet, wherever the settings place them.
 
     Raises:
         ImportError: a package is missing; names the extra that has it.

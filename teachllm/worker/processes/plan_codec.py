@@ -35,7 +35,7 @@ SampledTokens: TypeAlias = tuple[int, list[list[int]]]  # a step, and what each 
 
 
 def encode_plan(plan: SchedulerOutput, sampled: Sequence[SampledTokens] = ()) -> bytes:
-    """A plan as bytes.
+    """Encode a plan as bytes.
 
     Args:
         sampled: what goes with it, see `Worker.execute`.
@@ -119,7 +119,7 @@ def decode_plan(data: bytes) -> tuple[SchedulerOutput, list[SampledTokens]]:
 
 
 def encode_output(output: ModelRunnerOutput) -> bytes:
-    """A step's output as bytes."""
+    """Encode a step's output as bytes."""
     mode, seconds = output.graph_mode, output.seconds
     ints = [len(output.sampled_token_ids), seconds is not None, mode is not None]
     floats = [] if seconds is None else [seconds]
@@ -183,13 +183,13 @@ def _unpack(data: bytes) -> tuple[array[int], array[float], bytes]:
 
 
 def _put_lists(ints: list[int], lists: Sequence[Sequence[int]]) -> None:
-    """How long each is, then all that is in them."""
+    """Append the length of each list, then all elements."""
     ints += map(len, lists)
     ints += chain.from_iterable(lists)
 
 
 def _get_lists(ints: array[int], at: int, count: int) -> tuple[list[list[int]], int]:
-    """So many lists from `at` on, and where they end."""
+    """Read `count` lists from `at` on, and return them and where they end."""
     lengths = ints[at : at + count].tolist()
     at += count
     if lengths.count(1) == count:  # as sampled ids mostly are

@@ -57,7 +57,7 @@ class RankHosts:
         Raises:
             ValueError: a machine has other versions, or this one has too few GPUs.
             TimeoutError: one is missing; names its ranks.
-            EngineDeadError: one has gone since it joined, or whoever should start it has given up.
+            EngineDeadError: one has gone since it joined, or its launcher has given up.
         """
         hosts, plan = self._hosts, self._plan
         devices_of(work.config, len(plan.here))  # before others are waited for

@@ -52,10 +52,10 @@ class RankLines(Protocol):
 
     @property
     def death(self) -> str | None:
-        """Why all have ended, if they have."""
+        """Return why all ranks have ended, if they have."""
 
     def start(self, work: RankWork) -> None:
-        """Starts the ranks.
+        """Start the ranks.
 
         Raises:
             ValueError: they cannot be there; names the setting.
@@ -63,27 +63,27 @@ class RankLines(Protocol):
         """
 
     def write(self, message: bytes) -> None:
-        """Tells all.
+        """Send a message to all ranks.
 
         Raises:
             EngineDeadError: one has ended.
         """
 
     def receive(self, seconds: float | None = None) -> None:
-        """Waits until any of them says something, or for so long; `frames` has it then.
+        """Wait until any rank sends something, or for `seconds`; `frames` has it then.
 
         Raises:
             EngineDeadError: one has ended.
         """
 
     def end(self, why: str) -> None:
-        """Ends all at once. The first reason counts; what it leads to does not."""
+        """End all ranks at once. The first reason counts; what it leads to does not."""
 
     def kill(self) -> None:
-        """So that `close` need not wait: who loads may take minutes."""
+        """Stop the ranks at once, so that `close` need not wait: a rank that loads may take minutes."""
 
     def close(self) -> None:
-        """Ends all, after what they are doing, and waits for that."""
+        """End all ranks, after what they are doing, and wait for that."""
 
 
 @contextlib.contextmanager

@@ -59,12 +59,12 @@ class RankProcesses:
 
     @property
     def death(self) -> str | None:
-        """Why all have ended, if they have."""
+        """Return why all ranks have ended, if they have."""
         return self._lines.death
 
     @property
     def processes(self) -> Sequence[subprocess.Popen[bytes]]:
-        """By rank."""
+        """Return the processes by rank."""
         return self._lines.processes
 
     def start(self, work: RankWork) -> None:
@@ -141,7 +141,7 @@ class RankProcesses:
         self._lines.end(why)
 
     def fileno(self) -> int:
-        """Readable when `receive` would not wait."""
+        """Return a descriptor that is readable when `receive` would not wait."""
         return self._lines.selector.fileno()
 
     def kill(self) -> None:
@@ -223,7 +223,7 @@ class _Lines:
 
 
 def devices_of(config: EngineConfig, count: int) -> list[str]:
-    """Return the devices of so many ranks of this machine; GPUs from the named one on.
+    """Return the devices of `count` ranks of this machine; GPUs from the named one on.
 
     Raises:
         ValueError: there are fewer.

@@ -37,7 +37,7 @@ class RankActor:
 
 
 def plan_of_ray(config: EngineConfig) -> HostPlan:
-    """An actor for each rank; the engine's own process has none.
+    """Plan an actor for each rank; the engine's own process has none.
 
     Joins the cluster that runs on this machine, or that RAY_ADDRESS names; where there is none, it starts one.
 
@@ -87,7 +87,7 @@ def plan_of_ray(config: EngineConfig) -> HostPlan:
 
 
 def by_machine(nodes: Mapping[int, str], here: str) -> list[int]:
-    """Bundles in the order of the ranks that they are for: neighbours share a machine, and the first are here.
+    """Return bundles in the order of the ranks that they are for: neighbours share a machine, and the first are here.
 
     Args:
         nodes: of each bundle.
@@ -96,7 +96,7 @@ def by_machine(nodes: Mapping[int, str], here: str) -> list[int]:
 
 
 def _place(config: EngineConfig) -> Any:
-    """Room for each rank."""
+    """Reserve room for each rank."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -128,12 +128,12 @@ def _start(config: EngineConfig, group: Any, bundle: int) -> Any:
 
 
 def _resource(config: EngineConfig) -> str:
-    """Of which a rank has one."""
+    """Name the resource of which a rank has one."""
     return "GPU" if config.device.startswith("cuda") else "CPU"
 
 
 def _tell(rank: int, give_up: Callable[[str], None], ended: Future[None]) -> None:
-    """In a thread of Ray's."""
+    """Report, in a thread of Ray's, that an actor has failed."""
     from ray.exceptions import RayTaskError
 
     error = ended.exception()

@@ -31,10 +31,10 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 def works_for_process_0(config: EngineConfig) -> bool:
-    """For every process that is to have an engine: in all but the first this is where it works, until that one ends.
+    """Work for process 0, in every process but the first, until the engine ends.
 
     Returns:
-        Whether this is one of those, and is through with it.
+        Whether this process is not the first, and its work is done.
 
     Raises:
         ValueError: torchrun and the settings do not go together, or those of two processes differ; or the others work
@@ -71,8 +71,8 @@ def works_for_process_0(config: EngineConfig) -> bool:
 
 
 def plan_of_torchrun(config: EngineConfig) -> HostPlan:
-    """Each process is a machine with one rank, and this one the first. Whoever can reach torchrun's store can read it:
-    only a secret that the user has not set goes there."""
+    """Plan each process as a machine with one rank, and this one as the first. Any process that can reach torchrun's
+    store can read it: only a secret that the user has not set goes there."""
     from teachllm.worker.processes.host_plan import HostPlan
     from teachllm.worker.processes.host_socket import SECRET
 
@@ -90,14 +90,15 @@ def plan_of_torchrun(config: EngineConfig) -> HostPlan:
 
 
 def _leave_signals_to_process_0(_: Sequence[int]) -> None:
-    """torchrun passes Ctrl-C and SIGTERM on to all. The first process may have answers to finish, and ends this one."""
+    """Leave Ctrl-C and SIGTERM, which torchrun passes on to all, to the first process. It may have answers to
+    finish, and ends this one."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
 
 
 def _check_size(config: EngineConfig) -> None:
-    """Raises ValueError unless there is a process for each rank."""
+    """Raise ValueError unless there is a process for each rank."""
     sizes = f"tensor_parallel_size={config.tensor_parallel_size} x pipeline_parallel_size="
     needed = f"{sizes}{config.pipeline_parallel_size} need {config.num_ranks}"
     if unset := [name for name in _VARIABLES if name not in os.environ]:
@@ -113,7 +114,7 @@ def _check_size(config: EngineConfig) -> None:
 
 
 def _check_that_no_other_process_computes_the_same(config: EngineConfig) -> None:
-    """Every process of torchrun would start all ranks."""
+    """Raise ValueError if every process of torchrun would start all ranks."""
     is_torchrun = {"TORCHELASTIC_RUN_ID", "WORLD_SIZE"} <= os.environ.keys() and _number("WORLD_SIZE") > 1
     if is_torchrun and config.num_ranks > 1 and config.distributed_executor_backend is None:
         raise ValueError(
@@ -123,8 +124,8 @@ def _check_that_no_other_process_computes_the_same(config: EngineConfig) -> None
 
 
 def _store() -> Any:
-    """That of torchrun: a table which a process of its own keeps. It outlives the processes that torchrun starts again,
-    so each attempt has keys of its own, as in PyTorch."""
+    """Return torchrun's store: a table which a process of its own keeps. It outlives the processes that torchrun
+    starts again, so each attempt has keys of its own, as in PyTorch."""
     import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")

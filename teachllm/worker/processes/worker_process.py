@@ -115,7 +115,7 @@ class WorkerProcess:
             return _Raised(error)
 
     def _answer(self, name: str, *arguments: Any) -> Any:
-        """To what is asked for beside plans; every rank does."""
+        """Answer a call that is no plan; every rank does."""
         if name == "meet":
             self._worker.wait()
             self._has_failed = False
@@ -151,13 +151,13 @@ def _encoded(pending: PendingOutput) -> bytes:
 
 
 def table_of(prior: Prior, max_num_seqs: int, num_levels: int) -> dict[str, Any]:
-    """A prior as numbers: a function cannot cross."""
+    """Convert a prior to numbers: a function cannot be sent to another process."""
     ratios = [[prior.ratio(count, level) for level in range(num_levels)] for count in range(1, max_num_seqs + 1)]
     return {"ratios": ratios, "per_token_behind": prior.per_token_behind}
 
 
 def prior_of(table: dict[str, Any]) -> Prior | None:
-    """The prior of a table; None: there was none."""
+    """Return the prior of a table; None if there was none."""
     if not table:
         return None
     ratios = table["ratios"]
@@ -170,7 +170,7 @@ def one_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Loads what standard input says, then works until the ring ends."""
+    """Load what standard input describes, then work until the ring ends."""
     leave_signals_to_the_parent()
     start = WorkerStart(*json.loads(_read_start()))
     end_with_the_parent()
@@ -189,7 +189,7 @@ def main() -> None:
 
 
 def _load(start: WorkerStart, config: EngineConfig, answers: Answers) -> Worker | None:
-    """The worker; None: it was refused, or loading failed, and that was said."""
+    """Load the worker; return None if it was refused, or loading failed, and that was reported."""
     answers.say(Kind.FACTS, facts_of(config))
     rendezvous = None if start.rendezvous is None else Rendezvous(*start.rendezvous)
     try:
@@ -212,8 +212,8 @@ def _load(start: WorkerStart, config: EngineConfig, answers: Answers) -> Worker 
 
 
 def _log(what: str, error: Exception) -> None:
-    """With its traceback, unless the ranks could not exchange something: as a rule another one has ended, and the cause
-    is not here. What was to be exchanged is told, as every failure."""
+    """Record an error with its traceback, unless the ranks could not exchange something: as a rule another rank has
+    ended, and the cause is not here. What was to be exchanged is reported, as every failure."""
     log.log(logging.DEBUG if isinstance(error, CollectiveError) else logging.ERROR, what, exc_info=error)
 
 

@@ -31,7 +31,7 @@ _MOST_DRAFTED_FOR = 64  # requests at once; for more it rarely pays, and what is
 def decode_steps(batch: DeviceBatch, is_adaptive: bool) -> dict[tuple[int, int], DeviceStep]:
     """Return steps of decodes by (requests, drafts of each), from one request up to hundreds.
 
-    Both numbers with padding: those of a batch that is not as large, or drafts less, are the next larger ones. Without
+    Both numbers are padded: a batch that is not as large, or drafts less, takes the next larger ones. Without
     `is_adaptive` all draft as much as they can, but for those near their end.
     """
     num_known = max(known_tokens(batch), 1)
@@ -60,7 +60,7 @@ def decode_steps(batch: DeviceBatch, is_adaptive: bool) -> dict[tuple[int, int],
 
 
 def known_tokens(batch: DeviceBatch) -> int:
-    """So many tokens of a request leave room for what a step adds to them, and the next one drafts; 0: none do."""
+    """Return how many tokens per request leave room for what a step adds and the next one drafts, or 0."""
     return max(min(_NUM_KNOWN, batch.token_ids.shape[1] - 2 * (1 + batch.max_drafts)), 0)
 
 
@@ -79,7 +79,7 @@ def seconds_of(launch: Callable[[], object], batch: DeviceBatch) -> float:
 
 
 def per_token_behind(drafting: GPUDrafting) -> float:
-    """Seconds that a drafter takes to catch up with a token; 0: it need not."""
+    """Return the seconds that a drafter takes to catch up with a token; 0 if it need not."""
     if not drafting.catches_up:
         return 0.0
     batch = drafting.batch
@@ -94,9 +94,9 @@ def as_prior(seconds: dict[tuple[int, int], float], behind: float, batch: Device
     """Return what was timed, for what `AdaptiveLength` asks.
 
     Args:
-        seconds: by the keys of `decode_steps`, of those that are recorded.
+        seconds: by the keys of `decode_steps`, of the steps that are captured.
         behind: of a token, see `Prior`.
-        sizes: as of `AdaptiveLength`.
+        sizes: as in `AdaptiveLength`.
     """
     most = max((num_seqs for num_seqs, num_drafts in seconds if num_drafts), default=0)
 

@@ -42,12 +42,12 @@ class DraftProgress:
         self._drafted_blocks: set[int] = set()  # of which the drafter has K and V, whoever may find them
 
     def close_row(self, row: int) -> None:
-        """Forgets the request in `row`."""
+        """Forget the request in `row`."""
         for each in (self._in_step, self._computed, self._blocks, self._num_kept):
             each.pop(row, None)
 
     def note(self, scheduled_requests: Sequence[ScheduledRequest], rows: Sequence[int]) -> list[Behind]:
-        """Return what the drafter has to compute, beside a plan's step, to be in step behind it."""
+        """Return what the drafter has to compute, beside a plan's step, to be in step after it."""
         behind: list[Behind] = []
         is_asked = any(scheduled.samples and scheduled.num_next_drafts for scheduled in scheduled_requests)
         for scheduled, row in zip(scheduled_requests, rows, strict=True):
@@ -71,7 +71,7 @@ class DraftProgress:
         return behind
 
     def _note_blocks(self, scheduled: ScheduledRequest, row: int) -> None:
-        """Blocks that a request gets, or finds, and those of which the drafter has all by now."""
+        """Note the blocks that a request gets, or finds, and the blocks of which the drafter has all by now."""
         blocks, size = self._blocks.setdefault(row, []), self._block_size
         num_found = scheduled.first_new_block if scheduled.new_row is None else scheduled.start // size
         blocks[scheduled.first_new_block :] = scheduled.new_block_ids
@@ -87,7 +87,7 @@ class DraftProgress:
 
 
 def in_parts(behind: Sequence[Behind], room: int) -> Iterator[list[Behind]]:
-    """So many tokens at once, at most."""
+    """Split the tokens into parts of at most `room` tokens."""
     part: list[Behind] = []
     left = room
     for row, start, missing in behind:

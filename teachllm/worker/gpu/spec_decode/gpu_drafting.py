@@ -95,14 +95,14 @@ class GPUDrafting:
         self._progress = DraftProgress(batch.block_size, batch.max_drafts)
 
     def open_rows(self, opened: Sequence[tuple[int, NewRow]]) -> None:
-        """Nothing is computed of these yet; `note` says from where on."""
+        """Do nothing: nothing is computed of these rows yet, and `note` finds from where on."""
 
     def close_row(self, row: int) -> None:
-        """Forgets the request in `row`."""
+        """Forget the request in `row`."""
         self._progress.close_row(row)
 
     def starts(self, num_tokens: int) -> torch.Tensor:
-        """[max_num_seqs + 2] int32, where the flat tokens of each sequence begin, if all have so many."""
+        """Return where each sequence's flat tokens begin if all have `num_tokens`: [max_num_seqs + 2] int32."""
         return self._starts[num_tokens]
 
     def aux_hidden_states(self) -> dict[int, AuxOut]:
@@ -114,7 +114,7 @@ class GPUDrafting:
         return {layer: partial(keep, kept) for layer, kept in self.features.items()}
 
     def note(self, scheduled_requests: Sequence[ScheduledRequest], rows: Sequence[int]) -> list[Behind]:
-        """Return what the drafter has to compute, beside a plan's step, to be in step behind it."""
+        """Return what the drafter has to compute, beside a plan's step, to be in step after it."""
         return self._progress.note(scheduled_requests, rows) if self.catches_up else []
 
     def proposals(self, num_seqs: int, num_logits: int) -> Proposals | None:
@@ -143,7 +143,7 @@ class GPUDrafting:
     # -- drafting ------------------------------------------------------------------------------------------
 
     def propose_decodes(self, step: FlatBatch, num_drafts: int, any_random: bool, hidden: torch.Tensor) -> None:
-        """Drafts for a batch of decodes, all in step, as its header says; the same launches whatever it says."""
+        """Draft for a batch of decodes, all in step, as its header describes; the launches do not depend on it."""
         self._propose(step.rows, num_drafts, any_random, step, hidden)
 
     def propose(
@@ -154,11 +154,11 @@ class GPUDrafting:
         any_random: bool,
         hidden: torch.Tensor | None = None,
     ) -> None:
-        """Drafts behind any other step.
+        """Draft after any other step.
 
         Args:
             tokens: the step's, with padding.
-            behind: as of `catch_up`.
+            behind: as in `catch_up`.
             hidden: see `DraftBatch`; None: the drafter reads none.
         """
         self.catch_up(behind)
@@ -180,11 +180,11 @@ class GPUDrafting:
 
     @property
     def catches_up(self) -> bool:
-        """It has layers, and does not follow every step."""
+        """Return whether the drafter has layers, and does not follow every step."""
         return self.drafter is not None and self.drafter.has_layers and not self.drafter.follows_always
 
     def catch_up(self, behind: Sequence[Behind]) -> None:
-        """Computes what `note` has found, before the step or behind it, once its tokens have been sent."""
+        """Compute what `note` has found, before the step or after it, once its tokens have been sent."""
         if self.drafter is None or not behind:
             return
         batch = self._batch
@@ -214,7 +214,7 @@ class GPUDrafting:
             self.drafter.propose(UndraftedBatch(self, flat))
 
     def flat(self, rows: torch.Tensor, query_start: torch.Tensor, num_tokens: int) -> FlatBatch:
-        """So many tokens of the drafter, yet to be filled."""
+        """Return `num_tokens` tokens of the drafter, yet to be filled."""
         return FlatBatch(
             input_ids=self.input_ids[:num_tokens],
             positions=self.positions[:num_tokens],
@@ -225,7 +225,7 @@ class GPUDrafting:
         )
 
     def _look_up(self, rows: torch.Tensor, num_next: torch.Tensor, num_drafts: int) -> None:
-        """Prompt lookup."""
+        """Draft by prompt lookup."""
         if not num_drafts:
             return
         batch, spec = self._batch, self._speculation
@@ -249,7 +249,7 @@ class GPUDrafting:
         push(rows, torch.minimum(num_next, counts), drafts, batch.token_ids, batch.num_known, batch.num_real, 0)
 
     def largest_step(self, hidden: torch.Tensor) -> None:
-        """Computes as many tokens as there may be, all padding, and nothing of attention: to measure, and to compile.
+        """Compute as many tokens as there may be, all padding, and nothing of attention: to measure, and to compile.
 
         Args:
             hidden: [max_num_tokens, hidden_size], of the model's largest step.
@@ -264,7 +264,7 @@ class GPUDrafting:
         self.drafter.propose(UndraftedBatch(self, (tokens.input_ids, tokens.positions, metadata), hidden))
 
     def draw(self, level: int, logits: torch.Tensor, asking: Asking) -> None:
-        """Draws the drafts of a level, and keeps the logits they were drawn from where they may be asked for.
+        """Draw the drafts of a level, and keep the logits they were drawn from where they may be asked for.
 
         Args:
             logits: [num_seqs * nodes of the level before, vocab_size].
