@@ -1,4 +1,4 @@
-"""The Llama family (lesson 00): Llama 2 and 3, Mistral and Mixtral, Qwen2 and 2.5, Qwen3 and Qwen3-MoE.
+"""The Llama family: Llama 2 and 3, Mistral and Mixtral, Qwen2 and 2.5, Qwen3 and Qwen3-MoE.
 
 They share one block (norm, attention, norm, gated MLP, both added to a residual stream) and differ in details that
 `llama_config.py` lists: Qwen2 has biases on Q, K and V, Qwen3 normalises every head of Q and K, Mistral and some Qwen2
