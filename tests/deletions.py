@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
+
+from teachllm_lessons.mutants import copy_to, run_test
 
 
 def deletions(source: str) -> Iterator[tuple[int, int, str]]:
@@ -45,31 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("tests", nargs="+", help="arguments of pytest, after --")
     args = parser.parse_args(arguments)
-    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *args.tests]
     source, num_green = args.file.read_text(encoding="utf-8"), 0
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], capture_output=True, text=True, check=True
-    )
     with tempfile.TemporaryDirectory(prefix="teachllm-deletions-") as name:
-        for path in map(Path, listed.stdout.splitlines()):
-            if path.is_file():
-                (Path(name) / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, Path(name) / path)
-        paths = os.pathsep.join([".", "kernels", "cli", "webui", "lessons"])
-        run = partial(
-            subprocess.run,
-            command,
-            cwd=name,
-            env=os.environ | {"PYTHONPATH": paths},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        if run().returncode:
-            parser.error("the tests fail before anything is deleted")
+        folder = Path(name)
+        copy_to(folder)
+        code, words = run_test(folder, *args.tests)
+        if code:
+            parser.error(f"the tests fail before anything is deleted: {words}")
         trials = sorted(set(deletions(source)))
         for first, last, changed in trials:
-            (Path(name) / args.file).write_text(changed, encoding="utf-8")
-            if not run().returncode:
+            (folder / args.file).write_text(changed, encoding="utf-8")
+            code, _ = run_test(folder, *args.tests)
+            if not code:
                 num_green += 1
                 print(f"{args.file}:{first}-{last} is not missed: {source.splitlines()[first - 1].strip()}", flush=True)
     print(f"{len(trials)} deletions, {num_green} of them not noticed")

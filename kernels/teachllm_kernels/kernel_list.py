@@ -1,4 +1,4 @@
-"""List the kernels: those that `selection.py` names, where each is written, and what a profiler calls all launches."""
+"""List all kernels: the file of each kernel that `selection.py` names, and the names that a profiler prints."""
 
 from __future__ import annotations
 

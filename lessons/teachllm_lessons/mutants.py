@@ -84,10 +84,10 @@ def start_python(folder: Path, *arguments: str, **pipes: Any) -> subprocess.Pope
     return subprocess.Popen([sys.executable, *arguments], cwd=folder, env=known, text=True, **pipes)
 
 
-def pytest_arguments(test: str) -> list[str]:
-    """A test by itself, the same on every run."""
+def pytest_arguments(*tests: str) -> list[str]:
+    """Return the arguments with which pytest runs some tests by themselves, the same on every run."""
     options = ["-q", "-x", "-p", "no:cacheprovider", "--color=no", "--hypothesis-seed=0"]
-    return [*options, "-p", "_hypothesis_pytestplugin", "-o", "addopts=--import-mode=importlib", test]
+    return [*options, "-p", "_hypothesis_pytestplugin", "-o", "addopts=--import-mode=importlib", *tests]
 
 
 def last_words(printed: str) -> str:
@@ -97,10 +97,10 @@ def last_words(printed: str) -> str:
     return said[0].removeprefix("E").strip() if said else ""
 
 
-def run_test(folder: Path, test: str) -> tuple[int, str]:
-    """(exit code, its last words) of a test in a copy."""
+def run_test(folder: Path, *tests: str) -> tuple[int, str]:
+    """Return (pytest's exit code, its last words) of some tests in a copy."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with start_python(folder, "-m", "pytest", *pytest_arguments(test), **pipes) as process:
+    with start_python(folder, "-m", "pytest", *pytest_arguments(*tests), **pipes) as process:
         try:
             printed, _ = process.communicate(timeout=_SECONDS)
         finally:

@@ -82,7 +82,7 @@ class Compared:
 
 
 def read(text: Path | None, model: str | Path, seq_len: int = 512) -> list[Document]:
-    """Read a text to measure on, see `texts.py`; None: the one that comes with teachllm.
+    """Read a text to measure on, see `texts.py`; None: the text that comes with teachllm.
 
     Args:
         model: the model whose tokenizer reads it, a folder or hub id.

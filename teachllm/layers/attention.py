@@ -86,7 +86,7 @@ class AttentionMetadata:
 
     @property
     def first_prompt_token(self) -> int:
-        """The flat token behind those of all decodes."""
+        """Return the index of the first flat token after those of all decodes."""
         return self.num_decodes if self.num_decode_tokens is None else self.num_decode_tokens
 
     def prepared(self, kind: type[T]) -> T:
@@ -109,7 +109,7 @@ def write_kv(
     metadata: AttentionMetadata,
     scales: KVScales | None = None,
 ) -> None:
-    """k and v, [num_tokens, num_kv_heads, head_size], into their slots of one layer's cache.
+    """Write k and v, [num_tokens, num_kv_heads, head_size], into their slots of one layer's cache.
 
     Args:
         scales: of `AttentionSettings`.
@@ -126,7 +126,7 @@ def paged_attention(
     metadata: AttentionMetadata,
     settings: AttentionSettings,
 ) -> torch.Tensor:
-    """Attends, after `write_kv`.
+    """Attend, after `write_kv`.
 
     Args:
         q: [num_tokens, num_heads, head_size].

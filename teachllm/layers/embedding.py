@@ -56,7 +56,7 @@ class Embedding(nn.Module):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether logits do not depend, by one bit, on how many rows there are; as `DenseWeight.is_fixed`."""
+        """Return whether logits are the same, bit for bit, however many rows there are; see `DenseWeight.is_fixed`."""
         return self._is_fixed
 
     @is_fixed.setter
@@ -88,7 +88,7 @@ class Embedding(nn.Module):
         return self
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] int64 -> [num_tokens, hidden_size]."""
+        """Look up the rows of token ids: [num_tokens] int64 -> [num_tokens, hidden_size]."""
         if self._group.size == 1:
             return F.embedding(token_ids, self.weight)
         is_own = (token_ids >= self.own.start) & (token_ids < self.own.stop)
@@ -97,7 +97,7 @@ class Embedding(nn.Module):
 
     @property
     def own_weight(self) -> torch.Tensor:
-        """[own tokens, hidden_size]: the rows that are some token's."""
+        """Return the rows that belong to a token, [own tokens, hidden_size]."""
         return self.weight.data[: self._num_own]
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, TensorDestination]]:
@@ -107,7 +107,7 @@ class Embedding(nn.Module):
         yield joined(path, "weight"), TensorDestination(self.own_weight, shape, ranges)
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """[R, num_rows] of this rank's tokens -> [R, vocab_size], those of all ranks' side by side."""
+        """Return the logits of all ranks side by side: [R, num_rows] of this rank -> [R, vocab_size]."""
         if self._group.size == 1:
             return logits
         return self._group.all_gather(logits).transpose(0, 1).flatten(1)[:, : self._vocab_size]
@@ -136,7 +136,7 @@ class Embedding(nn.Module):
         return at(self._logits, hidden.shape[0])(self, hidden)
 
     def pack(self, is_tied: bool) -> None:
-        """Lays the filled weight out for logits on a CPU, if that pays; `weight` stays only for look-ups."""
+        """Lay the filled weight out for logits on a CPU, if that pays; `weight` stays only for look-ups."""
         if pays_to_pack(self.weight):
             self.packed = pack_weight(self.weight.data)
             if not is_tied:

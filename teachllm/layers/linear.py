@@ -104,7 +104,7 @@ class Linear(nn.Module):
         return self.weight.fuses_one_row
 
     def forward(self, x: Rows) -> torch.Tensor:
-        """[num_tokens, in_features] -> [num_tokens, sum of out_features]."""
+        """Return x W^T + b: [num_tokens, in_features] -> [num_tokens, sum of out_features]."""
         y = self.weight.product(x, self._own_bias)
         return self._group.all_reduce(y) if self._sums else y
 
@@ -123,14 +123,14 @@ class Linear(nn.Module):
         return self._group.deferred_all_reduce(self.weight.product(x, self._own_bias)), residual
 
     def gated(self, x: Rows) -> torch.Tensor:
-        """silu(gate) * up of a layer whose parts are gate and up: [num_tokens, in_features] -> [num_tokens, size]."""
+        """Return silu(gate) * up of a layer of gate and up: [num_tokens, in_features] -> [num_tokens, size]."""
         assert not self._sums
         return self.weight.gated(x, self.bias)
 
     def one_row(
         self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None, gated: bool = False
     ) -> torch.Tensor:
-        """residual + act(norm(x) W^T + b) on a GPU, in one launch; `gated`: act is silu(gate) * up.
+        """Return residual + act(norm(x) W^T + b) on a GPU, in one launch; `gated`: act is silu(gate) * up.
 
         Args:
             x: [1, in_features].
@@ -185,7 +185,7 @@ class Linear(nn.Module):
         self._merge_when_read()
 
     def unread(self) -> Iterator[QuantizedWeightLoader]:
-        """Its quantized projections, before `finish`."""
+        """Yield its quantized projections, before `finish`."""
         yield from (each for each in self._reading.values() if isinstance(each, QuantizedWeightLoader))
 
     def num_bytes(self, dtype_bytes: int) -> int:

@@ -34,7 +34,7 @@ from teachllm_kernels.selection import Operands, at, bound, card_of
 
 
 def route(logits: torch.Tensor, top_k: int, renormalizes: bool) -> Routes:
-    """The experts of each token, and how much each counts, by the device's best way. As `route_reference`."""
+    """Return the experts of each token and their weights, as `route_reference` does, by the device's fastest kernel."""
     return (route_reference if logits.is_cpu else route_triton)(logits, top_k, renormalizes)
 
 
@@ -75,13 +75,13 @@ class Experts(nn.Module):
         return self
 
     def forward(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size], weighted as the router says."""
+        """Return the weighted sum of each token's experts: [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
         if not len(x):
             return torch.empty_like(x)
         return at(self._compute, len(x))(self, x, routes)
 
     def parts(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(gate, up, down) of `held[index]`, for a checkpoint to fill: [width, hidden_size], the last one turned."""
+        """Return (gate, up, down) of `held[index]`, for a checkpoint to fill: [width, hidden_size], down transposed."""
         gate, up = self.gate_up.data[index].chunk(2)
         return gate, up, self.down.data[index]
 

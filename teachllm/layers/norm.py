@@ -96,7 +96,7 @@ class RMSNorm(nn.Module):
         )
 
     def prepare(self) -> None:
-        """Prepares the filled weight for a CPU."""
+        """Prepare the filled weight for a CPU."""
         self.prepared = prepare_rms_norm(self.weight.data, self.eps)
 
     def checkpoint_tensors(self, path: str) -> Iterator[tuple[str, TensorDestination]]:

@@ -40,7 +40,7 @@ class RotaryConfig:
 
     @property
     def context_len(self) -> int:
-        """The longest sequence that the scaled model is meant for."""
+        """Return the longest sequence that the scaled model is meant for."""
         factor = self.parameters.get("factor", 1.0)
         if self.scaling in ("linear", "dynamic"):
             return int(self.trained_len * factor)
@@ -64,12 +64,12 @@ class Rotary(nn.Module):
         self.register_buffer("signed_sin", signed_sin, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[num_tokens] int64 -> (cos, signed sin), each [num_tokens, 1, head_size]."""
+        """Return (cos, signed sin), each [num_tokens, 1, head_size], of positions, [num_tokens] int64."""
         return self.cos.index_select(0, positions), self.signed_sin.index_select(0, positions)
 
     @staticmethod
     def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Turns x, [num_tokens, num_heads, head_size], by what `forward` returned."""
+        """Turn x, [num_tokens, num_heads, head_size], by what `forward` returned."""
         return rotary_reference(x, *angles)
 
 
@@ -84,7 +84,7 @@ def _tables(config: RotaryConfig, max_len: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def inverse_frequencies(config: RotaryConfig, positions: torch.Tensor) -> torch.Tensor:
-    """Radians per position of each pair of channels: [head_size / 2], for `dynamic` [num_positions, head_size / 2].
+    """Return each channel pair's radians per position, [head_size / 2]; for `dynamic` [num_positions, head_size / 2].
 
     Args:
         positions: [num_positions, 1]; only `dynamic` looks at them.
@@ -107,7 +107,7 @@ def inverse_frequencies(config: RotaryConfig, positions: torch.Tensor) -> torch.
 
 
 def attention_factor(config: RotaryConfig) -> float:
-    """YaRN multiplies cos and sin by it, which sharpens the softmax over a longer text; 1.0 for all others."""
+    """Return the factor by which YaRN multiplies cos and sin, which sharpens the softmax; 1.0 for all others."""
     if config.scaling != "yarn":
         return 1.0
     parameters = config.parameters

@@ -8,7 +8,7 @@ Read them in this order:
     family.py         a family: `parse` and `build`; `registry.py` has a line for each
     spec.py           what follows from the code: tensors, sizes, bytes; `build.py` builds a model to see
     own_model.py      the description of a checkpoint, whole or a rank's part, as `ModelConfig` in `model_config.py`
-    base.py           what a runner calls, whoever's code computes it; `via_transformers/` is the other one
+    base.py           the interface that runners call; `via_transformers/` implements it with transformers' code
 
 `sharding.py` and `stage.py` divide a model among ranks. `draft_heads/` guess tokens ahead for speculative decoding.
 """

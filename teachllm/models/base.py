@@ -20,7 +20,7 @@ from teachllm.models.moe_config import MoeConfig
 PagedKV: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 # Receives the residual stream before a layer, [num_tokens, hidden_size], and copies it: the layer changes it later.
 AuxOut: TypeAlias = Callable[[torch.Tensor], None]
-# What a model's rotary module makes of a step's positions, two tensors with a row per token; its layers know the rest.
+# Two tensors with a row per token, which a model's rotary module returns for a step's positions and its layers take.
 Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 

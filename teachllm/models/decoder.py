@@ -106,7 +106,7 @@ class CausalLM(nn.Module):
 
     Attributes:
         hidden_size: of the hidden states.
-        experts: those that some of its layers have.
+        experts: the experts of its mixture layers; None: it has none.
     """
 
     implementation = "teachllm"
@@ -186,7 +186,7 @@ class CausalLM(nn.Module):
 
     @cached_property
     def fuses_decodes(self) -> bool:
-        """Return whether attention can do what comes before it, too, where `AttentionMetadata.is_fused` says so."""
+        """Return whether attention can fuse norm, rotation and KV write; see `AttentionMetadata.is_fused`."""
         return all(layer.fuses_decodes for layer in self._layers)
 
     @property

@@ -101,9 +101,6 @@ def _described(model: ModelConfig, coords: RankCoords) -> ModelConfig:
     schemes = UNQUANTIZED if quantization is None else quantization.schemes
     built = build_model(model, META, schemes, Ranks(coords))
     spec = collect(built)
-    size, unquantized = DTYPE_BYTES[model.dtype], spec
-    if quantization is not None:
-        unquantized = collect(build_model(model, META, UNQUANTIZED, Ranks(coords)))
     num_bytes = spec.num_bytes
     if on_cpu and built.lm_head is not None and built.lm_head is built.embed_tokens:
         num_bytes += built.lm_head.weight.nbytes  # by rows for look-ups, and packed for logits
@@ -115,9 +112,9 @@ def _described(model: ModelConfig, coords: RankCoords) -> ModelConfig:
         windows=tuple(layer.kept.window for layer in spec.layers),
         num_attention_heads=model.num_attention_heads // coords.layout.tensor,
         num_kv_heads=spec.layers[0].kept.num_kv_heads,
-        num_parameters=unquantized.num_parameters,
-        num_active_parameters=unquantized.num_active_parameters,
-        active_bytes=unquantized.num_active_parameters * size - spec.num_saved_bytes,
+        num_parameters=spec.num_parameters,
+        num_active_parameters=spec.num_active_parameters,
+        active_bytes=spec.num_active_parameters * DTYPE_BYTES[model.dtype] - spec.num_saved_bytes,
         weight_bytes=num_bytes,
         num_w8a8_parameters=spec.num_w8a8_parameters,
     )

@@ -16,7 +16,7 @@ from torch import nn
 
 from teachllm.errors import ModelError
 from teachllm.layers.attention import Attention
-from teachllm.layers.checkpoint_tensors import Destination, TensorDestination, checkpoint_tensors
+from teachllm.layers.checkpoint_tensors import Destination, TensorDestination, checkpoint_tensors, parent
 from teachllm.layers.linear import Linear
 from teachllm.layers.weights.quantized_weight_loader import QuantizedWeightLoader
 from teachllm.layers.weights.quantized_weights import Activations
@@ -38,10 +38,10 @@ class PagedSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """Describe a tensor of a checkpoint.
+    """Describe a tensor of a checkpoint, or a quantized projection, which is stored in several.
 
     Attributes:
-        name: of a layer's tensor, below the layer's.
+        name: of a layer's tensor, the name within the layer; of a projection that of its unquantized tensor.
         shape: the shape of the whole tensor.
         num_parameters: the number of its values that the model, or this rank's part of it, has.
         share_met: the share of all tokens that meet it; less than 1 for a weight of an expert.
@@ -231,9 +231,14 @@ def _paged(attention: Attention) -> PagedSpec:
 
 
 def _weights(tensors: Iterable[tuple[str, Destination]]) -> Iterator[WeightSpec]:
+    """Yield a weight per tensor, and one per quantized projection, which is stored in several."""
+    seen = set[int]()
     for name, place in tensors:
         if isinstance(place, TensorDestination):
             yield WeightSpec(name, place.shape, place.num_elements, place.share_met)
+        elif place.part is not None and id(place.part) not in seen:
+            seen.add(id(place.part))
+            yield WeightSpec(f"{parent(name)}.weight", place.part.shape, place.part.num_parameters, Fraction(1))
 
 
 def _num_active(weights: Iterable[WeightSpec]) -> int:

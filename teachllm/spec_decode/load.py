@@ -72,11 +72,6 @@ class DrafterConfig:
         return DraftTree.of_config(self.speculation)
 
     @property
-    def num_features(self) -> int:
-        """Count the model's layers whose results the drafter reads."""
-        return 0 if self.head is None else len(self.head.feature_layers)
-
-    @property
     def num_heads(self) -> int:
         """Return the number of query heads of the drafter's layers."""
         return self.head.llama.num_heads if isinstance(self.head, EagleConfig) else self.model.num_attention_heads

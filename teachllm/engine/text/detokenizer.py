@@ -188,7 +188,7 @@ class IncrementalDetokenizer:
                 return
 
     def _find_stop(self, start: int) -> str | None:
-        """Look for stop strings that end after `start` in the text; cut the text at the one that ends first.
+        """Look for stop strings that end after `start` in the text; cut the text at the stop string that ends first.
 
         The end decides and not the start, so that the result does not depend on how tokens cut the text.
         """

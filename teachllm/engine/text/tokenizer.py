@@ -337,7 +337,7 @@ def _unreadable_part(file: Path) -> str:
 
 
 def _load_with_transformers(folder: Path, trust_remote_code: bool) -> tuple[_Backend, dict[str, str]]:
-    """Load whatever transformers makes of the folder."""
+    """Load the tokenizer that transformers builds from the folder."""
     from transformers import AutoTokenizer
 
     try:

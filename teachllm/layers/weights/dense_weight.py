@@ -45,7 +45,7 @@ class DenseWeight(Weight):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether a row of y does not depend, by one bit, on how many others there are; on a GPU only.
+        """Return whether a row of y is the same, bit for bit, however many others there are; on a GPU only.
 
         Setting it binds the weight's kernels anew.
         """
@@ -79,7 +79,7 @@ class DenseWeight(Weight):
         self.bind()
 
     def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        """[num_tokens, in] -> [num_tokens, out]."""
+        """Return x W^T + b: [num_tokens, in] -> [num_tokens, out]."""
         assert isinstance(x, torch.Tensor)
         return at(self._product, x.shape[0])(x, self.weight if self.packed is None else self.packed, bias)
 
@@ -89,7 +89,7 @@ class DenseWeight(Weight):
         return at(self._added, x.shape[0])(self, residual, x, bias)
 
     def gated(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        """[num_tokens, in] -> [num_tokens, out / 2]."""
+        """Return silu(gate) * up: [num_tokens, in] -> [num_tokens, out / 2]."""
         assert isinstance(x, torch.Tensor)
         return at(self._gated, x.shape[0])(self, x, bias)
 

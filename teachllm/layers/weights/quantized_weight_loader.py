@@ -127,6 +127,11 @@ class QuantizedWeightLoader:
         return {key: Slot(self, key, each) for key, each in self._stored.items()}
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Return (outputs, inputs) of the whole projection."""
+        return self._shape
+
+    @property
     def device(self) -> torch.device:
         """Return the device of its tensors."""
         return self._like.device

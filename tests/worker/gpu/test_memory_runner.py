@@ -1,4 +1,4 @@
-"""What a runner makes of a prediction, and what an engine on a CPU does not load."""
+"""A runner uses a memory prediction, and an engine on a CPU does not load what predicts it."""
 
 from __future__ import annotations
 

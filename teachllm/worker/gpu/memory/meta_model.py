@@ -21,7 +21,7 @@ from teachllm.config import EngineConfig
 from teachllm.distributed.group import Alone
 from teachllm.distributed.layout import layout_of
 from teachllm.distributed.ranks import ALONE, Ranks
-from teachllm.layers.attention import Attention, AttentionMetadata
+from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.dtypes import torch_dtype
 from teachllm.layers.linear import Linear
 from teachllm.layers.weights.quantized_weight_loader import Slot
@@ -30,8 +30,10 @@ from teachllm.layers.weights.scheme import UNQUANTIZED, Scheme, Schemes, Stored
 from teachllm.loading.loader import finish_model
 from teachllm.models.base import AuxOut, Model, PagedKV
 from teachllm.models.build import META, build_model, quantization_of_model, stages_of
+from teachllm.models.decoder import DecoderLayer
 from teachllm.models.model_config import ModelConfig
 from teachllm.models.moe_config import MoeConfig
+from teachllm.models.spec import layer_kind
 from teachllm.models.stage import Stage
 
 
@@ -47,7 +49,7 @@ class MetaGroup(Alone):
         return x.new_empty((self.size, *x.shape))
 
     def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
-        """Allocate what comes from all ranks, [sum(sends), ...] -> [sum(receives), ...]."""
+        """Allocate the rows that all ranks send here, [sum(sends), ...] -> [sum(receives), ...]."""
         return x.new_empty((sum(receives), *x.shape[1:]))
 
     def send(self, x: torch.Tensor, to: int) -> None:
@@ -77,7 +79,7 @@ def meta_model(config: EngineConfig, model: ModelConfig, ranks: Ranks) -> MetaMo
     quantization = quantization_of_model(model)
     schemes = UNQUANTIZED if quantization is None else _on_meta(quantization.schemes)
     whole = build_model(model, META, schemes, ranks)
-    layers = representative_layers(list(whole.layers))
+    layers = representative_layers([whole.layer(index) for index in whole.indices])
     built = build_model(model, META, schemes, ranks, [whole.indices[layer] for layer in layers])
     for module in list(built.modules()):
         if isinstance(module, Linear):
@@ -151,26 +153,15 @@ class _OnMeta:
         return self.scheme.num_bytes(out_features, in_features)
 
 
-def representative_layers(layers: Sequence[nn.Module]) -> list[int]:
+def representative_layers(layers: Sequence[DecoderLayer]) -> list[int]:
     """Return the fewest layers of a model that allocate in a step what all of them do.
 
-    Layers are of one kind if they and their modules are of equal types, their attention looks equally far back, and
-    their parameters have equal shapes and are quantized alike. What a layer finds in memory depends on the layer before
-    it. So wherever one kind follows another for the first time, both layers are taken.
+    Layers of one kind (`layer_kind`) allocate the same. What a layer finds in memory depends on the layer before it. So
+    wherever one kind follows another for the first time, both layers are taken.
     """
-    kinds = [_kind(layer) for layer in layers]
+    kinds = [layer_kind(layer) for layer in layers]
     pairs = {pair: index for index, pair in reversed(list(enumerate(pairwise(kinds))))}
     return sorted({0, len(kinds) - 1} | {each for index in pairs.values() for each in (index, index + 1)})
-
-
-def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Return what is equal for two layers if they allocate the same."""
-    modules = list(layer.modules())
-    types = tuple(type(module) for module in modules)
-    windows = tuple(module.settings.window for module in modules if isinstance(module, Attention))
-    shapes = tuple((name, tuple(each.shape)) for name, each in layer.named_parameters())
-    unread = (part for module in modules if isinstance(module, Linear) for part in module.unread())
-    return types, windows, shapes, tuple((part.scheme, part.num_parameters) for part in unread)
 
 
 class EstimatedModel:
