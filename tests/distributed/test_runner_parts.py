@@ -71,9 +71,11 @@ def work(
     """
     limits = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 16, "max_num_seqs": 4}
     of_device = {"device": device, "block_size": 4 if device == "cpu" else 16, "async_scheduling": False}
-    config = EngineConfig(model=folder, **of_device, **limits)
+    layout = ranks.coords.layout
+    shared = {"tensor_parallel_size": layout.tensor, "pipeline_parallel_size": layout.pipeline}
+    config = EngineConfig(model=folder, **of_device, **limits, **shared)
     model = load_model_config(config, device)
-    config, layout = config.resolve(model.max_model_len), ranks.coords.layout
+    config = config.resolve(model.max_model_len)
     runner = make_runner(config, model, torch.device(device), ranks=ranks)
     scheduler = Scheduler(config, runner.memory.num_blocks, b"")
     draw = random.Random(1)

@@ -21,6 +21,7 @@ from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan
 from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
 from teachllm.distributed.group import agreed_least
+from teachllm.distributed.layout import layout_of
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.layers.attention_backends.selection import select_backend
 from teachllm.layers.dtypes import torch_dtype
@@ -77,6 +78,7 @@ class GPUModelRunner:
     ) -> None:
         assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
         self._ranks, layout = ranks, ranks.coords.layout
+        assert layout == layout_of(config)
         whole, model_config = model_config, model_of_rank(model_config, ranks.coords)
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())

@@ -71,10 +71,12 @@ def more_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(h200.SHAPES, name, shape)
 
 
-def prediction(config: EngineConfig, model: ModelConfig, card: tuple[int, int], **more: Any) -> PredictedNeeds:
-    """Return a prediction for the first rank on such a card."""
+def prediction(
+    config: EngineConfig, model: ModelConfig, card: tuple[int, int], rank: int = 0, **more: Any
+) -> PredictedNeeds:
+    """Return a prediction for a rank on such a card."""
     with dry_run(card):
-        return predict_needs(config, model_of_rank(model, layout_of(config).coords(0)), NOWHERE, **more)
+        return predict_needs(config, model_of_rank(model, layout_of(config).coords(rank)), NOWHERE, **more)
 
 
 def predicted(config: EngineConfig, model: ModelConfig, card: tuple[int, int], **more: Any) -> dict[str, int]:
@@ -341,9 +343,10 @@ def test_a_few_layers_hold_what_all_do(
 ) -> None:
     monkeypatch.setitem(h200.SHAPES, name, h200.SHAPES[name] | {"num_hidden_layers": 9, "mlp_only_layers": [1, 4, 5]})
     config, model = describe(name, tmp_path, **settings)
-    few = predicted(config, model, AMPERE)
+    ranks = range(layout_of(config).num_ranks)
+    few = [predicted(config, model, AMPERE, rank=rank) for rank in ranks]
     monkeypatch.setattr(meta_model, "representative_layers", lambda layers: list(range(len(layers))))
-    assert few == predicted(config, model, AMPERE)
+    assert few == [predicted(config, model, AMPERE, rank=rank) for rank in ranks]
 
 
 def test_layers_of_another_class_or_window_are_of_another_kind() -> None:
