@@ -61,6 +61,11 @@ class QuantizedRows(NamedTuple):
     values: torch.Tensor
     scales: torch.Tensor
 
+    @property
+    def shape(self) -> torch.Size:
+        """Return (num_rows, size)."""
+        return self.values.shape
+
     def dequantize(self) -> torch.Tensor:
         """Return [num_rows, size] float32."""
         size = self.values.shape[1]

@@ -317,25 +317,21 @@ def replaced_table(cases: tuple[Case, ...]) -> Iterator[None]:
     """Inside, kernels are chosen by other cases; what was bound before keeps its kernels."""
     global _table
     before, _table = _table, cases
-    _spans_of.cache_clear()
+    spans_of.cache_clear()
     try:
         yield
     finally:
         _table = before
-        _spans_of.cache_clear()
+        spans_of.cache_clear()
 
 
+@cache
 def spans_of(op: Op, operands: Operands) -> tuple[tuple[int, Case], ...]:
     """Return ((the most rows, the case that is taken up to them), ...), fewest rows first, for every number of rows.
 
     Raises:
         LookupError: some number of rows has no case.
     """
-    return _spans_of(op, operands)
-
-
-@cache
-def _spans_of(op: Op, operands: Operands) -> tuple[tuple[int, Case], ...]:
     cases = [case for case in _table if case.matches(op, operands)]
     spans: list[tuple[int, Case]] = []
     row, last = 1, 1 if op == "one_row" else MANY

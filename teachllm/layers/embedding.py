@@ -13,7 +13,6 @@ Source: Press and Wolf, "Using the Output Embedding to Improve Language Models",
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +20,15 @@ from torch import nn
 
 from teachllm.distributed.group import ALONE, Group
 from teachllm.distributed.shards import ALL, Shard
+from teachllm.layers.bound_module import BoundModule
 from teachllm.layers.checkpoint_tensors import TensorDestination, joined
-from teachllm.layers.weights.base import bind_anew
 from teachllm_kernels.linear.batch_invariant_gemm import batch_invariant_gemm_triton
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.linear.gemv import gemv_triton
 from teachllm_kernels.selection import Operands, at, bound, card_of
 
 
-class Embedding(nn.Module):
+class Embedding(BoundModule):
     """One row of weights for every token of the vocabulary.
 
     Args:
@@ -50,22 +49,10 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.num_rows, hidden_size))
         self.weight.data[self._num_own :] = 0.0
         self.packed: torch.Tensor | None = None
-        self._is_fixed = False
-        self.register_load_state_dict_post_hook(bind_anew)  # type: ignore[no-untyped-call]
-        self.bind()
-
-    @property
-    def is_fixed(self) -> bool:
-        """Return whether logits are the same, bit for bit, however many rows there are; see `DenseWeight.is_fixed`."""
-        return self._is_fixed
-
-    @is_fixed.setter
-    def is_fixed(self, is_fixed: bool) -> None:
-        self._is_fixed = is_fixed
         self.bind()
 
     def bind(self) -> None:
-        """Look up the kernels that compute logits, as `DenseWeight.bind`."""
+        """Look up the kernels that compute logits."""
         if self.packed is None:
             num_out, num_in = self.weight.shape
             self.operands = Operands(
@@ -74,18 +61,12 @@ class Embedding(nn.Module):
                 dtype=self.weight.dtype,
                 num_in=num_in,
                 num_out=num_out,
-                is_fixed=self._is_fixed,
+                is_fixed=self.is_fixed,
             )
         else:
-            self.operands = self.operands._replace(is_prepacked=True, is_fixed=self._is_fixed)
+            self.operands = self.operands._replace(is_prepacked=True, is_fixed=self.is_fixed)
         self._logits = bound("logits", self.operands, _LOGITS)
         self._scored = bound("float32_logits", self.operands, _LOGITS)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Move, as `nn.Module.to` does, and bind anew."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.bind()
-        return self
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Look up the rows of token ids: [num_tokens] int64 -> [num_tokens, hidden_size]."""

@@ -9,12 +9,11 @@ Source: Fedus et al., "Switch Transformers", 2022.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Self
 
 import torch
 from torch import nn
 
-from teachllm.layers.weights.base import bind_anew
+from teachllm.layers.bound_module import BoundModule
 from teachllm_kernels.moe.grouped_gemm import (
     grouped_down_reference,
     grouped_down_triton,
@@ -38,7 +37,7 @@ def route(logits: torch.Tensor, top_k: int, renormalizes: bool) -> Routes:
     return (route_reference if logits.is_cpu else route_triton)(logits, top_k, renormalizes)
 
 
-class Experts(nn.Module):
+class Experts(BoundModule):
     """Some of a layer's experts, each down(silu(gate(x)) * up(x)), or a slice of the width of each.
 
     What it returns is a sum over the experts and the width that are held: the parts of several holders add up to what
@@ -51,7 +50,6 @@ class Experts(nn.Module):
     Attributes:
         gate_up: [num_held, 2 * width, hidden_size], of each expert gate above up.
         down: [num_held, hidden_size, width].
-        is_fixed: a row does not depend, by one bit, on how many others there are; on a GPU only.
     """
 
     def __init__(self, hidden_size: int, held: range, width: int) -> None:
@@ -59,20 +57,14 @@ class Experts(nn.Module):
         self.held = held
         self.gate_up = nn.Parameter(torch.empty(len(held), 2 * width, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(len(held), hidden_size, width), requires_grad=False)
-        self.is_fixed = False
-        self.register_load_state_dict_post_hook(bind_anew)  # type: ignore[no-untyped-call]
         self.bind()
 
     def bind(self) -> None:
         """Look up the kernels that compute these experts."""
-        self.operands = Operands(form="experts", card=card_of(self.down.device), dtype=self.down.dtype)
+        self.operands = Operands(
+            form="experts", card=card_of(self.down.device), dtype=self.down.dtype, is_fixed=self.is_fixed
+        )
         self._compute = bound("experts", self.operands, _EXPERTS)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Move, as `nn.Module.to` does, and bind anew."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.bind()
-        return self
 
     def forward(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
         """Return the weighted sum of each token's experts: [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""

@@ -18,13 +18,11 @@ from teachllm.checkpoint.files import pickle_files, stored_tensors, tensors_to_l
 from teachllm.config import EngineConfig
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.errors import ModelError
+from teachllm.layers.bound_module import BoundModule
 from teachllm.layers.checkpoint_tensors import Destination, TensorDestination
 from teachllm.layers.dtypes import torch_dtype
-from teachllm.layers.embedding import Embedding
 from teachllm.layers.linear import Linear
-from teachllm.layers.moe import Experts
 from teachllm.layers.norm import RMSNorm
-from teachllm.layers.weights.dense_weight import DenseWeight
 from teachllm.layers.weights.gpu_scaled_weight import GPUScaledWeight
 from teachllm.layers.weights.quantized_weight_loader import NOT_READ, Slot, formats_of, why_unknown
 from teachllm.layers.weights.scheme import UNQUANTIZED, WEIGHT_FLOATS, Schemes
@@ -264,7 +262,7 @@ def finish_model(model: CausalLM, device: torch.device, batch_invariant: bool) -
     if device.type == "cpu":
         model.pack_head()
     for module in model.modules():
-        if isinstance(module, DenseWeight | Embedding | Experts):
+        if isinstance(module, BoundModule):
             module.is_fixed = batch_invariant
 
 

@@ -7,7 +7,7 @@ bits that tensor cores multiply. Each form knows how its kernels are launched; w
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -18,19 +18,6 @@ from teachllm_kernels.silu_and_mul import silu_and_mul
 
 Rows: TypeAlias = torch.Tensor | QuantizedRows
 Added: TypeAlias = tuple[torch.Tensor | None, torch.Tensor]  # (y, residual), see `Linear.add_to_residual`
-
-
-class Binds(Protocol):
-    """A layer that looks its kernels up once, and again where its tensors are replaced."""
-
-    def bind(self) -> None:
-        """Look up the kernels for the tensors that the layer has now."""
-        ...
-
-
-def bind_anew(layer: Binds, incompatible_keys: object) -> None:
-    """Bind after `load_state_dict`, as its hook: `assign=True` may have put tensors of another device in place."""
-    layer.bind()
 
 
 class Weight(nn.Module):

@@ -13,12 +13,11 @@ Source: Frantar et al., "MARLIN: Mixed-Precision Auto-Regressive Parallel Infere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
 
 from teachllm.layers.norm import RMSNorm
-from teachllm.layers.weights.base import Added, Rows, Weight
+from teachllm.layers.weights.base import Weight
+from teachllm.layers.weights.bound_weight import BoundWeight, Launches
 from teachllm.layers.weights.quantized_weights import GroupedWeight
 from teachllm_kernels.linear.dense_gemm import linear_reference
 from teachllm_kernels.linear.hopper_gated_linear import hopper_gated_linear
@@ -27,19 +26,16 @@ from teachllm_kernels.linear.packed.hopper_packed_linear import hopper_packed_li
 from teachllm_kernels.linear.packed.packed_gemv import packed_gemv_triton
 from teachllm_kernels.linear.packed.packed_linear import packed_linear_triton
 from teachllm_kernels.linear.packed.packed_weight import pack
-from teachllm_kernels.selection import AS_PRODUCT, Operands, at, bound, card_of, case_of
+from teachllm_kernels.selection import AS_PRODUCT, Operands, card_of
 
 
-class GPUGroupedWeight(Weight):
+class GPUGroupedWeight(BoundWeight):
     """Multiply x by a weight of 4 or 8 bits with GPU kernels.
 
     Args:
         dtype: the dtype of x.
         is_gated: the upper half of the weight is gate and the lower half is up, so silu(gate) is multiplied by up.
         has_bias: the layer adds a bias.
-
-    Attributes:
-        operands: what the choice of its kernels depends on.
     """
 
     def __init__(
@@ -64,41 +60,11 @@ class GPUGroupedWeight(Weight):
             is_e2m1=self.weight.is_e2m1,
             in_turns=is_gated,
         )
-        self._product = bound("product", self.operands, _PRODUCTS)
-        self._added = bound("add_to_residual", self.operands, _ADDED)
-        self._gated = bound("gated", self.operands, _GATED)
-        self._one_row = at(bound("one_row", self.operands, _ONE_ROW), 1)
-        self.fuses_one_row = case_of("one_row", self.operands, 1).has_kernel
+        self.launches = _LAUNCHES
+        self.bind()
 
-    def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return x W^T + b: [num_tokens, in] -> [num_tokens, out]."""
-        x = self._in_order(x)
-        return at(self._product, x.shape[0])(self, x, bias)
-
-    def add_to_residual(self, residual: torch.Tensor, x: Rows, bias: torch.Tensor | None) -> Added:
-        """Multiply, and add to the residual or leave that to the next norm; see `Linear.add_to_residual`."""
-        assert isinstance(x, torch.Tensor)
-        return at(self._added, x.shape[0])(self, residual, x, bias)
-
-    def gated(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return silu(gate) * up: [num_tokens, in] -> [num_tokens, out / 2]."""
-        assert isinstance(x, torch.Tensor)
-        return at(self._gated, x.shape[0])(self, x, bias)
-
-    def one_row(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm: RMSNorm | None = None,
-        residual: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> torch.Tensor:
-        """Multiply one row, fused with the norm before and the residual after; see `Linear.one_row`."""
-        return self._one_row(self, x, bias, norm, residual, gated)
-
-    def _in_order(self, x: Rows) -> torch.Tensor:
+    def _in_order(self, x: torch.Tensor) -> torch.Tensor:
         """Sort the inputs of x by group."""
-        assert isinstance(x, torch.Tensor)
         return x if self.order is None else x.index_select(1, self.order)
 
     def _dequantized(self) -> torch.Tensor:
@@ -120,35 +86,33 @@ def _packed_gemv(
     return packed_gemv_triton(x, weight.weight, bias, prologue, residual, gated)
 
 
-_Product = Callable[[GPUGroupedWeight, torch.Tensor, torch.Tensor | None], torch.Tensor]
-_OneRow = Callable[
-    [GPUGroupedWeight, torch.Tensor, torch.Tensor | None, RMSNorm | None, torch.Tensor | None, bool], torch.Tensor
-]
-# By the names of `selection.CASES`: w is the weight, b the bias. A product is given x in order.
-_PRODUCTS: Mapping[str, _Product] = {
-    "dequantize + library": lambda w, x, b: linear_reference(x, w._dequantized(), b),
-    "hopper_packed_linear": lambda w, x, b: hopper_packed_linear(x, w.weight, b),
-    "packed_linear": lambda w, x, b: packed_linear_triton(x, w.weight, b),
-}
-_ADDED: Mapping[str, Callable[[GPUGroupedWeight, torch.Tensor, torch.Tensor, torch.Tensor | None], Added]] = {
-    "dequantize + library_added": lambda w, residual, x, b: (
-        None,
-        residual.addmm_(w._in_order(x), w._dequantized().t()),
-    ),
-    "hopper_packed_linear": lambda w, residual, x, b: (
-        hopper_packed_linear(w._in_order(x), w.weight, b, parts=True),
-        residual,
-    ),
-    "packed_linear": lambda w, residual, x, b: (
-        packed_linear_triton(w._in_order(x), w.weight, b, parts=True),
-        residual,
-    ),
-    AS_PRODUCT: Weight.add_to_residual,
-}
-_GATED: Mapping[str, _Product] = {
-    "dequantize + hopper_gated_linear": lambda w, x, b: hopper_gated_linear(w._in_order(x), w._dequantized()),
-    "hopper_packed_linear": lambda w, x, b: hopper_packed_linear(w._in_order(x), w.weight, b, gated=True),
-    "packed_linear": lambda w, x, b: packed_linear_triton(w._in_order(x), w.weight, b, gated=True),
-    AS_PRODUCT: Weight.gated,
-}
-_ONE_ROW: Mapping[str, _OneRow] = {"packed_gemv": _packed_gemv, AS_PRODUCT: Weight.one_row}
+# By the names of `selection.CASES`: w is the weight, b the bias.
+_LAUNCHES = Launches[GPUGroupedWeight, torch.Tensor](
+    product={
+        "dequantize + library": lambda w, x, b: linear_reference(w._in_order(x), w._dequantized(), b),
+        "hopper_packed_linear": lambda w, x, b: hopper_packed_linear(w._in_order(x), w.weight, b),
+        "packed_linear": lambda w, x, b: packed_linear_triton(w._in_order(x), w.weight, b),
+    },
+    added={
+        "dequantize + library_added": lambda w, residual, x, b: (
+            None,
+            residual.addmm_(w._in_order(x), w._dequantized().t()),
+        ),
+        "hopper_packed_linear": lambda w, residual, x, b: (
+            hopper_packed_linear(w._in_order(x), w.weight, b, parts=True),
+            residual,
+        ),
+        "packed_linear": lambda w, residual, x, b: (
+            packed_linear_triton(w._in_order(x), w.weight, b, parts=True),
+            residual,
+        ),
+        AS_PRODUCT: Weight.add_to_residual,
+    },
+    gated={
+        "dequantize + hopper_gated_linear": lambda w, x, b: hopper_gated_linear(w._in_order(x), w._dequantized()),
+        "hopper_packed_linear": lambda w, x, b: hopper_packed_linear(w._in_order(x), w.weight, b, gated=True),
+        "packed_linear": lambda w, x, b: packed_linear_triton(w._in_order(x), w.weight, b, gated=True),
+        AS_PRODUCT: Weight.gated,
+    },
+    one_row={"packed_gemv": _packed_gemv, AS_PRODUCT: Weight.one_row},
+)

@@ -6,12 +6,13 @@ compute capability 8.9 lack e4m3: on them only the weight is quantized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
 from teachllm.layers.norm import InputQuantization, RMSNorm
-from teachllm.layers.weights.base import Added, Rows, Weight
+from teachllm.layers.weights.base import Rows, Weight
+from teachllm.layers.weights.bound_weight import BoundWeight, Launches
 from teachllm.layers.weights.quantized_weights import BLOCK, Activations, ScaledWeight
 from teachllm_kernels._hopper import capability
 from teachllm_kernels.linear.hopper_linear import hopper_scaled_linear
@@ -21,16 +22,15 @@ from teachllm_kernels.linear.scaled.scaled_linear import scaled_linear_triton, w
 from teachllm_kernels.linear.scaled.scaled_mm import scaled_mm
 from teachllm_kernels.linear.scaled.scaled_reference import scale_kind
 from teachllm_kernels.quantize_rows import QuantizedRows, quantize_rows
-from teachllm_kernels.selection import AS_PRODUCT, Operands, at, bound, card_of, case_of
+from teachllm_kernels.selection import AS_PRODUCT, Operands, card_of
 
 _HAS_E4M3 = (8, 9)  # compute capability
 
 
-class GPUScaledWeight(Weight):
+class GPUScaledWeight(BoundWeight):
     """Multiply x by an 8-bit weight with GPU kernels.
 
     Attributes:
-        operands: what the choice of its kernels depends on.
         lacks_fp8: only the weight is quantized because the card does not multiply e4m3.
     """
 
@@ -58,49 +58,14 @@ class GPUScaledWeight(Weight):
             is_e4m3=is_e4m3,
             has_blocks=scale_kind(self.qweight, self.scales) == "block" if is_e4m3 else quantized.block is not None,
         )
-        products, one_row = (_WEIGHT_ONLY, _WEIGHT_ONLY_ROW) if is_weight_only else (_PRODUCTS, _ONE_ROW)
-        self._product = bound("product", self.operands, products)
-        self._added = bound("add_to_residual", self.operands, _ADDED)
-        self._gated = bound("gated", self.operands, products)
-        self._one_row = at(bound("one_row", self.operands, one_row), 1)
-        self.fuses_one_row = case_of("one_row", self.operands, 1).has_kernel
-
-    def product(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return x W^T + b: [num_tokens, in] -> [num_tokens, out]."""
-        num_rows = (x if isinstance(x, torch.Tensor) else x.values).shape[0]
-        return at(self._product, num_rows)(self, x, bias, False)
-
-    def add_to_residual(self, residual: torch.Tensor, x: Rows, bias: torch.Tensor | None) -> Added:
-        """Multiply, and add to the residual or leave that to the next norm; see `Linear.add_to_residual`."""
-        num_rows = (x if isinstance(x, torch.Tensor) else x.values).shape[0]
-        return at(self._added, num_rows)(self, residual, x, bias)
-
-    def gated(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return silu(gate) * up: [num_tokens, in] -> [num_tokens, out / 2]."""
-        num_rows = (x if isinstance(x, torch.Tensor) else x.values).shape[0]
-        return at(self._gated, num_rows)(self, x, bias, True)
-
-    def one_row(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm: RMSNorm | None = None,
-        residual: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> torch.Tensor:
-        """Multiply one row, fused with the norm before and the residual after; see `Linear.one_row`."""
-        return self._one_row(self, x, bias, norm, residual, gated)
+        self.launches = _WEIGHT_ONLY if is_weight_only else _LAUNCHES
+        self.bind()
 
     def _rows(self, x: Rows) -> QuantizedRows:
         """Quantize x, unless the norm before has done so."""
         if isinstance(x, QuantizedRows):
             return x
         return quantize_rows(x, self.qweight.dtype, self.input_scale, self.activations is Activations.BY_BLOCK)
-
-
-def _weight_only(weight: GPUScaledWeight, x: Rows, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
-    assert isinstance(x, torch.Tensor)
-    return weight_only_triton(x, weight.qweight, weight.scales, bias, gated)
 
 
 def _scaled_gemv(
@@ -116,30 +81,38 @@ def _scaled_gemv(
     return scaled_gemv_triton(x, weight.qweight, weight.scales, bias, prologue, residual, gated, scale)
 
 
-_Product = Callable[[GPUScaledWeight, Rows, torch.Tensor | None, bool], torch.Tensor]
-_OneRow = Callable[
-    [GPUScaledWeight, torch.Tensor, torch.Tensor | None, RMSNorm | None, torch.Tensor | None, bool], torch.Tensor
-]
-# By the names of `selection.CASES`: w is the weight, b the bias; with or without gating.
-_PRODUCTS: Mapping[str, _Product] = {
-    "hopper_scaled_linear": lambda w, x, b, gated: hopper_scaled_linear(
-        w._rows(x), w.qweight, w.scales, b, gated=gated, dtype=w.dtype
-    ),
-    "hopper_scaled_mm": lambda w, x, b, gated: hopper_scaled_mm(
-        w._rows(x), w.qweight, w.scales, b, gated=gated, dtype=w.dtype
-    ),
-    "scaled_linear": lambda w, x, b, gated: scaled_linear_triton(
-        w._rows(x), w.qweight, w.scales, b, gated=gated, dtype=w.dtype
-    ),
-    "scaled_mm": lambda w, x, b, gated: scaled_mm(w._rows(x), w.qweight, w.scales, b, gated=gated, dtype=w.dtype),
-}
-_WEIGHT_ONLY: Mapping[str, _Product] = {"scaled_linear": _weight_only}
-_ADDED: Mapping[str, Callable[[GPUScaledWeight, torch.Tensor, Rows, torch.Tensor | None], Added]] = {
-    "hopper_scaled_linear": lambda w, residual, x, b: (
-        hopper_scaled_linear(w._rows(x), w.qweight, w.scales, b, parts=True),
-        residual,
-    ),
-    AS_PRODUCT: Weight.add_to_residual,
-}
-_ONE_ROW: Mapping[str, _OneRow] = {"scaled_gemv": _scaled_gemv, AS_PRODUCT: Weight.one_row}
-_WEIGHT_ONLY_ROW: Mapping[str, _OneRow] = {"scaled_linear": Weight.one_row, AS_PRODUCT: Weight.one_row}
+def _products(gated: bool) -> dict[str, Callable[[GPUScaledWeight, Rows, torch.Tensor | None], torch.Tensor]]:
+    """Return how products are launched, with or without gating."""
+    return {
+        "hopper_scaled_linear": lambda w, x, b: hopper_scaled_linear(
+            w._rows(x), w.qweight, w.scales, b, gated=gated, dtype=w.dtype
+        ),
+        "hopper_scaled_mm": lambda w, x, b: hopper_scaled_mm(
+            w._rows(x), w.qweight, w.scales, b, gated=gated, dtype=w.dtype
+        ),
+        "scaled_linear": lambda w, x, b: scaled_linear_triton(
+            w._rows(x), w.qweight, w.scales, b, gated=gated, dtype=w.dtype
+        ),
+        "scaled_mm": lambda w, x, b: scaled_mm(w._rows(x), w.qweight, w.scales, b, gated=gated, dtype=w.dtype),
+    }
+
+
+# By the names of `selection.CASES`: w is the weight, b the bias.
+_LAUNCHES = Launches[GPUScaledWeight, Rows](
+    product=_products(gated=False),
+    added={
+        "hopper_scaled_linear": lambda w, residual, x, b: (
+            hopper_scaled_linear(w._rows(x), w.qweight, w.scales, b, parts=True),
+            residual,
+        ),
+        AS_PRODUCT: Weight.add_to_residual,
+    },
+    gated=_products(gated=True),
+    one_row={"scaled_gemv": _scaled_gemv, AS_PRODUCT: Weight.one_row},
+)
+_WEIGHT_ONLY = Launches[GPUScaledWeight, torch.Tensor](
+    product={"scaled_linear": lambda w, x, b: weight_only_triton(x, w.qweight, w.scales, b, False)},
+    added={AS_PRODUCT: Weight.add_to_residual},
+    gated={"scaled_linear": lambda w, x, b: weight_only_triton(x, w.qweight, w.scales, b, True)},
+    one_row={"scaled_linear": Weight.one_row, AS_PRODUCT: Weight.one_row},
+)

@@ -16,9 +16,7 @@ from teachllm.layers.attention_backends.invariant import InvariantBackend
 from teachllm.layers.attention_backends.triton import TritonBackend
 from teachllm.layers.dtypes import torch_dtype
 from teachllm.layers.linear import Linear
-from teachllm.layers.weights.dense_weight import DenseWeight
-from teachllm.layers.weights.gpu_grouped_weight import GPUGroupedWeight
-from teachllm.layers.weights.gpu_scaled_weight import GPUScaledWeight
+from teachllm.layers.weights.bound_weight import BoundWeight
 from teachllm.models.build import META, new_module
 from teachllm.models.decoder import CausalLM
 from teachllm.models.draft_heads.eagle import EagleHead
@@ -126,10 +124,8 @@ class MetaRunner:
         if self._drafter is not None:
             modules += layers_of(self._drafter).modules()
         for module in modules:
-            if isinstance(module, Linear) and module.is_gated:
-                weight = module.weight
-                if isinstance(weight, DenseWeight | GPUGroupedWeight | GPUScaledWeight):  # others write gate and up
-                    yield weight.operands
+            if isinstance(module, Linear) and module.is_gated and isinstance(module.weight, BoundWeight):
+                yield module.weight.operands  # others write gate and up
 
     def _routing(self) -> AbstractContextManager[object]:
         """Return the context in which a step of this model runs on meta tensors."""
