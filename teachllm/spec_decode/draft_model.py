@@ -38,7 +38,7 @@ class DraftModel:
     def __init__(
         self, model: Model, kv_caches: KVCache, num_ids: int, vocab_size: int, max_len: int | None = None
     ) -> None:
-        self.model = model
+        self.module = self.model = model
         self.kv_caches = kv_caches
         self._num_ids, self._vocab_size, self._max_len = num_ids, vocab_size, max_len
 

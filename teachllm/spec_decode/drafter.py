@@ -26,8 +26,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from teachllm.layers.attention import AttentionMetadata
+from teachllm.models.base import Model
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
 # input_ids and positions, [num_tokens] int64 each, and where those tokens read and write KV
@@ -137,6 +139,11 @@ class ModelDrafter(Protocol):
     follows_always: bool
     has_layers: bool
     reads_all_hidden: bool
+
+    @property
+    def module(self) -> Model | nn.Module:
+        """Return the model, or the heads, that it has beside its target."""
+        ...
 
     def propose(self, batch: DraftBatch) -> None:
         """Catch up with what is known, and push drafts."""

@@ -22,7 +22,7 @@ class Eagle:
     has_layers = True
 
     def __init__(self, head: EagleHead, model: CausalLM, kv_caches: KVCache) -> None:
-        self.head = head
+        self.module = self.head = head
         self.model = model
         self.kv_caches = kv_caches
         self.feature_layers = head.config.feature_layers

@@ -163,7 +163,7 @@ def _head_config(speculation: SpeculativeConfig, config: EngineConfig, model: Mo
     specs, kept = [], head.kept
     if kept is not None:
         specs = [KVCacheSpec(kept.num_kv_heads, kept.head_size, model.kv_bytes, kept.window)]
-    module = _new_head(head, model, META)
+    module = new_head(head, model, META)
     return DrafterConfig(
         speculation=speculation,
         target=model,
@@ -195,7 +195,7 @@ def load_drafter(
         draft, target = drafter.model, drafter.target
         max_len = drafter.max_len if drafter.max_len < target.max_model_len else None
         return DraftModel(load_model(draft, own, device), kv_caches, draft.vocab_size, target.vocab_size, max_len)
-    module = _new_head(drafter.head, drafter.model, device)
+    module = new_head(drafter.head, drafter.model, device)
     if drafter.load_format == "dummy":
         fill_parts_randomly(checkpoint_tensors(module), config.seed)
     else:
@@ -204,13 +204,18 @@ def load_drafter(
         module.check(drafter.folder)
     finish(module, device)
     module.eval().requires_grad_(False)
-    if isinstance(module, MedusaHeads):
-        return Medusa(module, model)
-    assert isinstance(model, CausalLM)  # as was checked before its weights were read
-    return Eagle(module, model, kv_caches)
+    return drafter_of(module, model, kv_caches)
 
 
-def _new_head(head: EagleConfig | MedusaConfig, model: ModelConfig, device: torch.device) -> EagleHead | MedusaHeads:
+def drafter_of(heads: EagleHead | MedusaHeads, model: Model, kv_caches: KVCache) -> Eagle | Medusa:
+    """Return the drafter that guesses with heads on a model; `kv_caches` as of `load_drafter`."""
+    if isinstance(heads, MedusaHeads):
+        return Medusa(heads, model)
+    assert isinstance(model, CausalLM)  # as `load_drafter_config` has checked
+    return Eagle(heads, model, kv_caches)
+
+
+def new_head(head: EagleConfig | MedusaConfig, model: ModelConfig, device: torch.device) -> EagleHead | MedusaHeads:
     """Return unfilled heads for a model, in its dtype."""
 
     def build() -> EagleHead | MedusaHeads:

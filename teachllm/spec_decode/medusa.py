@@ -24,7 +24,7 @@ class Medusa:
     reads_all_hidden = False
 
     def __init__(self, heads: MedusaHeads, model: Model) -> None:
-        self.heads = heads
+        self.module = self.heads = heads
         self.model = model
 
     def propose(self, batch: DraftBatch) -> None:

@@ -35,7 +35,6 @@ from teachllm.models.model_config import ModelConfig
 from teachllm.quantization.formats import layer_schemes
 from teachllm.quantization.formats.kv_scale_dtype import dtype_of_kv_scales
 from teachllm.spec_decode.drafter import FlatTokens, ModelDrafter
-from teachllm.spec_decode.eagle import Eagle
 from teachllm_kernels.attention.kv_quantization import LARGEST
 from teachllm_kernels.attention.paged_attention import paged_attention_reference
 
@@ -75,12 +74,6 @@ def enable_kv_quantization(module: Model | nn.Module, specs: Sequence[KVCacheSpe
     for attention, spec in zip(_attentions(module), specs, strict=True):
         k_scale, v_scale = torch.ones(2, spec.num_kv_heads, device=device)
         attention.enable_kv_quantization((k_scale, v_scale))
-
-
-def layers_of(drafter: ModelDrafter) -> nn.Module:
-    """Return what a drafter's layers are in."""
-    module: nn.Module = drafter.head if isinstance(drafter, Eagle) else drafter.model  # type: ignore[attr-defined]
-    return module
 
 
 @torch.inference_mode()
@@ -123,7 +116,7 @@ def calibrate(
     if drafter is not None and drafts:
         seen = tokens[2].backend = _Seen()
         drafter.propose(_FirstStep(tokens, hidden, features))
-        attentions = list(_attentions(layers_of(drafter)))
+        attentions = list(_attentions(drafter.module))
         _fill(attentions, [(None, None)] * len(attentions), seen.agreed(ranks.tensor, ALL), dtype)
 
 

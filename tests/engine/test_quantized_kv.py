@@ -268,8 +268,7 @@ def test_a_drafters_kv_is_quantized_too_and_its_scales_are_measured(method: str)
         assert runner.memory.bytes_per_token == 2 * 2 * 2 * 256
     else:
         assert {x.dtype for cache in drafter.kv_caches for x in cache} == {torch.float8_e4m3fn}
-        own = drafter.model if method == "draft_model" else drafter.head
-        found = [scale for each in _attentions(own) for scale in each.settings.kv_scales or ()]
+        found = [scale for each in _attentions(drafter.module) for scale in each.settings.kv_scales or ()]
         assert len(found) == 2 * len(drafter.kv_caches)
         assert all((scale > 0).all() and (scale != 1.0).any() for scale in found)
     outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS[: times(2, 4)]], GREEDY, use_tqdm=False)

@@ -45,7 +45,7 @@ from teachllm.worker.kv_cache import (
     attention_needs,
     kv_cache_specs,
 )
-from teachllm.worker.kv_scales import calibrate, enable_kv_quantization, layers_of
+from teachllm.worker.kv_scales import calibrate, enable_kv_quantization
 from teachllm.worker.memory_plan import plan_memory
 from teachllm.worker.prompt_logprobs import PromptLogprobs
 from teachllm.worker.rows import OpenedRow
@@ -146,7 +146,7 @@ class ModelRunner:
         if model_config.has_quantized_kv:
             enable_kv_quantization(self.model, kv_cache_specs(model_config), device)
             if drafter is not None and loaded is not None and drafter.specs:
-                enable_kv_quantization(layers_of(loaded), drafter.specs, device)
+                enable_kv_quantization(loaded.module, drafter.specs, device)
             calibrate(self.model, whole, self._kv_caches, loaded, ranks)
 
     def prepare(self, sizes: Sequence[int], is_adaptive: bool) -> Prior | None:

@@ -55,7 +55,7 @@ from teachllm.worker.kv_cache import (
     drafter_needs,
     kv_cache_specs,
 )
-from teachllm.worker.kv_scales import calibrate, enable_kv_quantization, layers_of
+from teachllm.worker.kv_scales import calibrate, enable_kv_quantization
 from teachllm.worker.memory_plan import measured_plan, plan_memory
 from teachllm.worker.prompt_logprobs import PromptLogprobs
 from teachllm_kernels.attention.kv_move import KVMover
@@ -116,7 +116,7 @@ class GPUModelRunner:
         if model_config.has_quantized_kv:
             enable_kv_quantization(self.model, kv_cache_specs(model_config), device)
             if drafter is not None and loaded is not None and drafter.specs:
-                enable_kv_quantization(layers_of(loaded), drafter.specs, device)
+                enable_kv_quantization(loaded.module, drafter.specs, device)
         weights = torch.cuda.memory_allocated(device) - allocated
         self._batch = DeviceBatch(
             max_num_seqs=config.max_num_seqs,

@@ -14,21 +14,15 @@ from teachllm.config import EngineConfig
 from teachllm.distributed.ranks import ALONE
 from teachllm.layers.attention_backends.invariant import InvariantBackend
 from teachllm.layers.attention_backends.triton import TritonBackend
-from teachllm.layers.dtypes import torch_dtype
 from teachllm.layers.linear import Linear
 from teachllm.layers.weights.bound_weight import BoundWeight
-from teachllm.models.build import META, new_module
-from teachllm.models.decoder import CausalLM
-from teachllm.models.draft_heads.eagle import EagleHead
-from teachllm.models.draft_heads.medusa import MedusaConfig, MedusaHeads
+from teachllm.models.build import META
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling.sampler import Sampler
 from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.spec_decode.draft_model import DraftModel
 from teachllm.spec_decode.drafter import ModelDrafter
-from teachllm.spec_decode.eagle import Eagle
-from teachllm.spec_decode.load import DrafterConfig
-from teachllm.spec_decode.medusa import Medusa
+from teachllm.spec_decode.load import DrafterConfig, drafter_of, new_head
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.gpu.attention_inputs import GPUAttention
 from teachllm.worker.gpu.device_batch import DeviceBatch
@@ -39,7 +33,7 @@ from teachllm.worker.gpu.memory.meta_model import MetaModel, meta_model, meta_ra
 from teachllm.worker.gpu.memory.sampling_needs import sampling_bytes
 from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
 from teachllm.worker.kv_cache import allocate_layers, attention_needs, drafter_needs, kv_cache_specs
-from teachllm.worker.kv_scales import enable_kv_quantization, layers_of
+from teachllm.worker.kv_scales import enable_kv_quantization
 from teachllm_kernels.selection import Operands
 
 
@@ -122,7 +116,7 @@ class MetaRunner:
         """Yield the operands by which each layer of gate and up, a drafter's included, chooses its kernels."""
         modules = list(self._built.modules())
         if self._drafter is not None:
-            modules += layers_of(self._drafter).modules()
+            modules += self._drafter.module.modules()
         for module in modules:
             if isinstance(module, Linear) and module.is_gated and isinstance(module.weight, BoundWeight):
                 yield module.weight.operands  # others write gate and up
@@ -135,22 +129,15 @@ class MetaRunner:
 
 def _drafter(drafter: DrafterConfig, config: EngineConfig, target: MetaModel) -> ModelDrafter:
     """Build a drafter on the meta device, as `load_drafter` does on a GPU."""
-    head, dtype = drafter.head, torch_dtype(drafter.dtype)
-    if isinstance(head, MedusaConfig):
-        return Medusa(new_module(lambda: MedusaHeads(head), META, dtype), target.model)
-    found: DraftModel | Eagle
-    if head is None:
-        own = meta_model(config, drafter.model, ALONE)
-        specs = [drafter.specs[layer] for layer in own.layers]
-        caches = allocate_layers(specs, drafter.kv_dtype, 1, config.block_size, META)
-        found = DraftModel(own.model, caches, drafter.model.vocab_size, drafter.target.vocab_size)
+    built = meta_model(config, drafter.model, ALONE) if drafter.head is None else None
+    specs = list(drafter.specs) if built is None else [drafter.specs[layer] for layer in built.layers]
+    caches = allocate_layers(specs, drafter.kv_dtype, 1, config.block_size, META)
+    found: ModelDrafter
+    if built is not None:
+        found = DraftModel(built.model, caches, drafter.model.vocab_size, drafter.target.vocab_size)
     else:
-        assert isinstance(target.model, CausalLM)  # as `load_drafter_config` has checked
-        specs = list(drafter.specs)
-        caches = allocate_layers(specs, drafter.kv_dtype, 1, config.block_size, META)
-        found = Eagle(
-            new_module(lambda: EagleHead(head, drafter.model.max_model_len), META, dtype), target.model, caches
-        )
+        assert drafter.head is not None
+        found = drafter_of(new_head(drafter.head, drafter.model, META), target.model, caches)
     if drafter.target.has_quantized_kv:
-        enable_kv_quantization(layers_of(found), specs, META)
+        enable_kv_quantization(found.module, specs, META)
     return found
