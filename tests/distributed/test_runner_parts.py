@@ -264,14 +264,17 @@ def through_memory(ranks: Ranks, boxes: Path, **more: Any) -> dict[str, list[int
         return work(ranks, make_runner=InterpretedRunner, **more)
 
 
+def all_on_gpus(ranks: Ranks, folder: str) -> dict[str, dict[str, list[int]]]:
+    """As `work`, by a GPU's runner, for each kind of request: the processes that do it take seconds to begin."""
+    return {kind: as_on_a_gpu(ranks, folder=folder, params=params) for kind, params in PARAMS.items()}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2), Layout(2, 2)], ids=str)
-@pytest.mark.parametrize("kind", PARAMS)
-def test_ranks_on_gpus_sample_what_one_alone_does(folder: str, layout: Layout, kind: str) -> None:
+def test_ranks_on_gpus_sample_what_one_alone_does(folder: str, layout: Layout) -> None:
     assert torch.cuda.is_available()
-    on_a_gpu = partial(as_on_a_gpu, folder=folder, params=PARAMS[kind])
-    [expected] = on_processes(Layout(), on_a_gpu)
-    assert on_processes(layout, on_a_gpu) == [expected] * layout.num_ranks
+    [expected] = on_processes(Layout(), partial(all_on_gpus, folder=folder))
+    assert on_processes(layout, partial(all_on_gpus, folder=folder)) == [expected] * layout.num_ranks
 
 
 @pytest.mark.slow
