@@ -55,7 +55,7 @@ work_picture(naive, "A")
 # **values** (what it hands over), one of each per head.
 
 # %%
-from teachllm.models.llama import LlamaAttention
+from teachllm.models.families.llama import LlamaAttention
 
 show(
     LlamaAttention.forward,

@@ -189,7 +189,7 @@ draw_ladder(
 # cache*), and 16.7 ms with about two (*static batching*). The device reads the same weights for both, and with graphs a
 # step takes 1.25 ms. It is the host: one row has fused kernels of its own, five launches per layer. More rows have
 # seven, and for five of these seven Python also builds descriptors of the tiles that the kernel fetches
-# (`teachllm/models/llama_fast_paths.py`, `teachllm_kernels/linear/hopper_linear.py`).
+# (`teachllm/models/families/llama_fast_paths.py`, `teachllm_kernels/linear/hopper_linear.py`).
 #
 # **Continuous batching's 5.3 times are in large part a budget's.** A static batch is what one prefill step can take,
 # and the budget on that rung is 1,536 tokens: two to four of these prompts, of up to 992 tokens. So the batch has two

@@ -65,6 +65,21 @@ def read_num_layers(values: JsonObject) -> int:
     return values.integer("num_hidden_layers", most=MOST_LAYERS)
 
 
+def read_full_attention(values: JsonObject) -> tuple[int | None, ...]:
+    """Return the windows of layers all of which look back to the first token.
+
+    Raises:
+        ModelError: the file asks for sliding windows, which would be another computation.
+    """
+    is_on = values.has("sliding_window") and values.flag("use_sliding_window", True)
+    if is_on and not values.has("layer_types"):
+        raise values.refusal("sliding_window", "null: all layers of this family look back to the first token")
+    num_layers, kinds = read_num_layers(values), values.entries("layer_types")
+    if values.has("layer_types") and kinds != ["full_attention"] * num_layers:
+        raise values.refusal("layer_types", f"full_attention for each of num_hidden_layers={num_layers}")
+    return (None,) * num_layers
+
+
 def read_head_size(values: JsonObject) -> int:
     """Return the size of a head, which is even.
 

@@ -54,7 +54,7 @@ def registered(module: str, architectures: Mapping[str, str]) -> Iterator[None]:
 
 # One line per family.
 register(
-    "teachllm.models.llama",
+    "teachllm.models.families.llama",
     {
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",

@@ -18,7 +18,7 @@ from teachllm.layers.norm import InputQuantization, QKNorm, RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.layers.weights.scheme import UNQUANTIZED
 from teachllm.models.decoder import added_up
-from teachllm.models.llama import LlamaAttention, LlamaLayer, LlamaMLP, parse
+from teachllm.models.families.llama import LlamaAttention, LlamaLayer, LlamaMLP, parse
 from tests.kernels.guard import guard
 
 NUM_TOKENS, HIDDEN = 5, 64

@@ -10,9 +10,9 @@ import torch
 from teachllm.distributed.ranks import WHOLE
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.weights.scheme import UNQUANTIZED
-from teachllm.models import llama_fast_paths
-from teachllm.models.llama import LlamaLayer
-from teachllm.models.llama_config import parse
+from teachllm.models.families import llama_fast_paths
+from teachllm.models.families.llama import LlamaLayer
+from teachllm.models.families.llama_config import parse
 from teachllm_kernels.dry_run import dry_run
 from tests.bench.h200_script import h200
 

@@ -19,11 +19,12 @@ from teachllm.distributed.ranks import WHOLE
 from teachllm.errors import ModelError
 from teachllm.layers.checkpoint_tensors import Destination, destination
 from teachllm.loading.loader import load_model
-from teachllm.models import llama, registry
+from teachllm.models import registry
 from teachllm.models.build import describe
 from teachllm.models.decoder import added_up
+from teachllm.models.families import llama
+from teachllm.models.families.llama import LlamaLayer
 from teachllm.models.family import Part
-from teachllm.models.llama import LlamaLayer
 from teachllm.models.model_config import load_model_config
 from tests.checkpoints import build_config, make_checkpoint
 
@@ -135,7 +136,7 @@ def test_windows_that_do_not_match_the_number_of_layers_are_refused(monkeypatch:
 @pytest.mark.parametrize("architectures", [{"llama_4": "LlamaForCausalLM"}, {"llama": "Llama4ForCausalLM"}], ids=str)
 def test_a_family_that_is_registered_twice_is_refused(architectures: dict[str, str]) -> None:
     known = registry.own_architectures()
-    with pytest.raises(ValueError, match=r"is registered twice, by teachllm\.models\.llama and by my\.llama"):
+    with pytest.raises(ValueError, match=r"is registered twice, by teachllm\.models\.families\.llama and by my\.llama"):
         registry.register("my.llama", architectures)
     assert registry.own_architectures() == known
 

@@ -36,7 +36,7 @@ from teachllm.models.base import Angles, PagedKV
 from teachllm.models.decoder import added_up
 from teachllm.models.draft_heads.base import HasLogits, draft_logits
 from teachllm.models.draft_heads.eagle_config import EagleConfig
-from teachllm.models.llama import LlamaAttention, LlamaMLP
+from teachllm.models.families.llama import LlamaAttention, LlamaMLP
 
 
 class EagleLayer(nn.Module):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from teachllm.checkpoint.json_values import JsonObject
 from teachllm.errors import ModelError
-from teachllm.models.llama_config import DENSE, LlamaConfig, parse
+from teachllm.models.families.llama_config import DENSE, LlamaConfig, parse
 from teachllm.models.shape import Shape
 from teachllm.models.spec import PagedSpec
 

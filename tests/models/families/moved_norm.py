@@ -16,11 +16,11 @@ from teachllm.layers.norm import RMSNorm
 from teachllm.layers.rotary import Rotary
 from teachllm.layers.weights.scheme import Schemes
 from teachllm.models.base import Angles, PagedKV
-from teachllm.models.config_keys import expect, read_num_layers, values_of
+from teachllm.models.config_keys import expect, read_full_attention, values_of
 from teachllm.models.decoder import CausalLM, PlainLayer
+from teachllm.models.families.llama import LlamaAttention
+from teachllm.models.families.llama_config import LlamaConfig, read_llama
 from teachllm.models.family import Family, Part
-from teachllm.models.llama import LlamaAttention
-from teachllm.models.llama_config import LlamaConfig, read_llama
 
 
 def parse(raw: dict[str, Any]) -> LlamaConfig:
@@ -33,7 +33,7 @@ def parse(raw: dict[str, Any]) -> LlamaConfig:
     expect(values, "hidden_act", "gelu_pytorch_tanh")
     expect(values, "attention_bias", False)
     expect(values, "mlp_bias", False)
-    return read_llama(values, windows=(None,) * read_num_layers(values))
+    return read_llama(values, windows=read_full_attention(values))
 
 
 class MovedNormMLP(nn.Module):

@@ -25,7 +25,14 @@ from teachllm.layers.linear import Linear
 from teachllm.layers.rotary import RotaryConfig, inverse_frequencies
 from teachllm.layers.weights.scheme import Schemes
 from teachllm.models.base import Angles, PagedKV
-from teachllm.models.config_keys import expect, read_decoder, read_head_size, read_num_layers, read_rotary, values_of
+from teachllm.models.config_keys import (
+    expect,
+    read_decoder,
+    read_full_attention,
+    read_head_size,
+    read_rotary,
+    values_of,
+)
 from teachllm.models.decoder import CausalLM, PlainLayer
 from teachllm.models.family import DecoderConfig, Family, Part
 
@@ -63,9 +70,8 @@ def parse(raw: dict[str, Any]) -> ParallelConfig:
     expect(values, "mlp_bias", False)
     expect(values, "use_qk_norm", True)
     rotary = read_rotary(values, read_head_size(values))
-    windows = (None,) * read_num_layers(values)
     return ParallelConfig(
-        **vars(read_decoder(values, windows=windows, context_len=rotary.context_len)),
+        **vars(read_decoder(values, windows=read_full_attention(values), context_len=rotary.context_len)),
         intermediate_size=values.integer("intermediate_size"),
         norm_eps=values.number("layer_norm_eps"),
         logit_scale=values.number("logit_scale"),

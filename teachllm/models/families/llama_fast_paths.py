@@ -23,7 +23,7 @@ from teachllm_kernels.attention.paged_decode import fused_paged_decode
 from teachllm_kernels.attention.rope_kv_write import rope_kv_write_triton
 
 if TYPE_CHECKING:
-    from teachllm.models.llama import LlamaAttention, LlamaLayer, LlamaMLP
+    from teachllm.models.families.llama import LlamaAttention, LlamaLayer, LlamaMLP
 
 
 def attend_on_gpu(

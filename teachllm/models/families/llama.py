@@ -25,9 +25,9 @@ from teachllm.layers.rotary import Rotary
 from teachllm.layers.weights.scheme import Schemes
 from teachllm.models.base import Angles, AuxOut, PagedKV
 from teachllm.models.decoder import CausalLM, DecoderLayer
+from teachllm.models.families.llama_config import SIZE_KEYS, LlamaConfig, parse
+from teachllm.models.families.llama_fast_paths import attend_on_gpu, faster_path, fuses_one_row
 from teachllm.models.family import Family, Part
-from teachllm.models.llama_config import SIZE_KEYS, LlamaConfig, parse
-from teachllm.models.llama_fast_paths import attend_on_gpu, faster_path, fuses_one_row
 from teachllm.models.moe import SparseMLP
 
 
