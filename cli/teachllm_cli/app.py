@@ -20,6 +20,7 @@ from teachllm_cli.commands.serve import serve
 from teachllm_cli.commands.spec import spec
 from teachllm_cli.commands.trace import trace
 from teachllm_cli.commands.viz import viz
+from teachllm_cli.commands.warm import warm
 from teachllm_cli.commands.worker import worker
 
 app = typer.Typer(
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (chat, generate, info, serve, worker, complete, run_batch, quantize, ladder, viz):
+for command in (chat, generate, info, warm, serve, worker, complete, run_batch, quantize, ladder, viz):
     app.command()(command)
 for group in (bench, lesson, spec, trace):
     app.add_typer(group)

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from teachllm_kernels._triton import HAS_GLUON, PLACES, TensorDescriptor, gl, gluon, hopper
-from teachllm_kernels.dry_run import compute_capability, per_device
+from teachllm_kernels.dry_run import compute_capability, gpu_type, per_device
 
 __all__ = [
     "PIECE",
@@ -38,10 +38,12 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return None if device.type == "cpu" else compute_capability(device)
 
 
-@cache
+@per_device
 def num_multiprocessors(device: torch.device) -> int:
-    """Return the GPU's number of multiprocessors; for a device that kernels are only compiled for, an H200's."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PLACES
+    """Return the GPU's number of multiprocessors; for a device that stands for none, an H200's."""
+    if device.type != "cuda":
+        return gpu_type(device).num_multiprocessors or PLACES
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def tile_map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:

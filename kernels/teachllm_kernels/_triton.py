@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from teachllm_kernels.dry_run import compute_capability, per_device
+from teachllm_kernels.dry_run import compute_capability, gpu_type, per_device
 
 
 class _Absent:
@@ -92,9 +92,10 @@ def launch_options(device: torch.device) -> dict[str, bool]:
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory per program; for a CPU, those of the smallest Ampere."""
     if device.type != "cuda":
-        return 99 << 10
+        return gpu_type(device).shared_memory
     index = torch.cuda.current_device() if device.index is None else device.index
-    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    most: int = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return most
 
 
 @per_device

@@ -1,13 +1,15 @@
-"""Run a step on meta tensors as a named card would: every allocation is made, and no kernel is launched.
+"""Run a step on meta tensors as a GPU of a given type would: every allocation is made, and no kernel is launched.
 
 A meta tensor has a shape and no memory. Code that runs on meta tensors allocates what it would on a GPU, so counting
 the bytes predicts a step's memory before there is anything on the GPU, or without one. Two things stand in the way, and
 this module removes them: a Triton kernel cannot read a tensor without memory, and which kernel runs (so, what is
-allocated) depends on the card.
+allocated) depends on the GPU.
 
-    dry_run             this thread's launches return at once, and the meta device stands for a card
-    compute_capability  asks a GPU, or names the card for which the meta device stands
-    per_device          remembers an answer for each device, and one for each card for which the meta device stands
+    dry_run             this thread's launches return at once, and the meta device stands for a GPU
+    gpu_type            describes a GPU, or the one for which the meta device stands
+    per_device          remembers an answer for each device, and one for each type for which the meta device stands
+
+What would have been launched can be looked at: `variants.py` collects what has to be compiled for it.
 
 PyTorch's own operations need nothing: PyTorch implements them for meta tensors.
 """
@@ -19,36 +21,62 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from threading import RLock
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from teachllm_kernels.gpu_type import GPUType
+
 try:
+    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 except ImportError:  # a machine without Triton has no GPU to plan for, and no launches to hold back
-    JITFunction = None
+    driver = JITFunction = None
 
-__all__ = ["compute_capability", "dry_run", "per_device", "replacing_launches"]
+__all__ = ["OnLaunch", "compute_capability", "dry_run", "gpu_type", "per_device", "replacing_launches"]
 
 T = TypeVar("T")
-
+OnLaunch = Callable[..., None]  # called with a Triton function and the arguments of its launch
 # A thread holds this lock while it replaces Triton's `run`: two threads that replaced it by turns would restore each
 # other's. Other threads launch meanwhile, since a replacement asks whose launch it is. The lock is reentrant, because a
 # dry run may lie in another.
 replacing_launches = RLock()
-_card: ContextVar[tuple[int, int] | None] = ContextVar("card", default=None)  # per thread
+
+
+class _DryRun(NamedTuple):
+    """Hold what the dry run of a thread was begun with; outside of any, what a meta device is taken for."""
+
+    gpu: GPUType
+    on_launch: OnLaunch | None = None
+    is_on: bool = True
+
+
+_OUTSIDE = _DryRun(GPUType("", (0, 0), 0, 99 << 10), is_on=False)  # tiles as for the smallest Ampere
+_dry_run: ContextVar[_DryRun] = ContextVar("dry_run", default=_OUTSIDE)  # per thread
+
+
+def gpu_type(device: torch.device) -> GPUType:
+    """Return the type of a GPU; the one for which the meta device stands; of any other device, one without a target."""
+    if device.type == "meta":
+        return _dry_run.get().gpu
+    return _type_of_gpu(device) if device.type == "cuda" else _OUTSIDE.gpu
+
+
+def _type_of_gpu(device: torch.device) -> GPUType:
+    """Ask the driver."""
+    found, (major, minor) = torch.cuda.get_device_properties(device), compute_capability(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    most = driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return GPUType(f"sm_{major}{minor}", (major, minor), found.multi_processor_count, most)
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Return (major, minor) of a GPU; the card's for which the meta device stands; otherwise (0, 0)."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)
-    card = _card.get() if device.type == "meta" else None
-    return card or (0, 0)
+    """Return (major, minor) of a GPU, or of the one for which the meta device stands; otherwise (0, 0)."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else gpu_type(device).capability
 
 
 def per_device(ask: Callable[[torch.device], T]) -> Callable[[torch.device], T]:
-    """Ask once per device; about the meta device, once per card for which it stands."""
+    """Ask once per device; about the meta device, once per type for which it stands."""
     return _Answers(ask).__getitem__
 
 
@@ -58,31 +86,34 @@ class _Answers(dict[torch.device, T], Generic[T]):
     def __init__(self, ask: Callable[[torch.device], T]) -> None:
         super().__init__()
         self._ask = ask
-        self._of_cards: dict[tuple[torch.device, tuple[int, int]], T] = {}
+        self._of_types: dict[tuple[torch.device, GPUType], T] = {}
 
     def __missing__(self, device: torch.device) -> T:
         """Ask about a device; the answer about the meta device depends on the dry run of the thread that asks."""
         if device.type != "meta":
             self[device] = answer = self._ask(device)
             return answer
-        key = device, compute_capability(device)
-        if key not in self._of_cards:
-            self._of_cards[key] = self._ask(device)
-        return self._of_cards[key]
+        key = device, gpu_type(device)
+        if key not in self._of_types:
+            self._of_types[key] = self._ask(device)
+        return self._of_types[key]
 
 
 @contextmanager
-def dry_run(capability: tuple[int, int]) -> Iterator[None]:
-    """Launch nothing from this thread inside of the block, where the meta device is a card of this compute capability.
+def dry_run(gpu: GPUType, on_launch: OnLaunch | None = None) -> Iterator[None]:
+    """Launch nothing from this thread inside of the block, where the meta device is a GPU of this type.
 
     Other threads launch as usual. One thread at a time is inside; another waits.
+
+    Args:
+        on_launch: called for each launch, as `JITFunction.run` would be.
     """
     with replacing_launches, ExitStack() as stack:
         for kind in _launching_classes():
             stack.callback(setattr, kind, "run", kind.run)
             kind.run = _launches_unless_dry(kind.run)
-        token = _card.set(capability)
-        stack.callback(_card.reset, token)
+        token = _dry_run.set(_DryRun(gpu, on_launch))
+        stack.callback(_dry_run.reset, token)
         yield
 
 
@@ -90,7 +121,12 @@ def _launches_unless_dry(launch: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that launches, except from a thread that is inside of a dry run."""
 
     def launch_or_not(self: Any, *args: Any, **options: Any) -> Any:
-        return launch(self, *args, **options) if _card.get() is None else None
+        dry = _dry_run.get()
+        if not dry.is_on:
+            return launch(self, *args, **options)
+        if dry.on_launch is not None:
+            dry.on_launch(self, *args, **options)
+        return None
 
     return launch_or_not
 

@@ -1,39 +1,44 @@
-"""Compiles every kernel ahead of time, for Ampere and Hopper, on a machine that needs no GPU.
+"""Compiles every kernel for several types of GPU, on a machine that needs none.
 
     python tests/kernels/compile_all.py [--one-each]
 
-Launchers are called as always, with small tensors of the CPU; a launch compiles its kernel for the arguments it was
-given instead of running it. Prints each kernel and how often it was compiled. Run without TRITON_INTERPRET.
+Launchers are called as always, in a dry run: the variants of kernels that they would have launched are collected, and
+compiled. Prints each type of GPU with its kernels and how many variants of each there are. Run without
+TRITON_INTERPRET.
 
-    --one-each  compile only one variant of each kernel, for Hopper, and no further than to Triton's first dialect
+    --one-each  compile only one variant of each kernel, for Ampere and Hopper
 """
 
 from __future__ import annotations
 
+import json
+import sys
+from collections import Counter
 from unittest import mock
 
 import torch
-from compile_launch import ONE_EACH, SHARED_MEMORY, architectures, compile_instead, compiled
-from triton.runtime.jit import JITFunction
 
 from teachllm.sampling.device_parameters import DeviceParameters
-from teachllm_kernels.attention import kv_quantization, paged_decode, paged_prefill
+from teachllm_kernels._hopper import has_hopper
 from teachllm_kernels.attention.decode_plan import DecodePlan, plan_decode
 from teachllm_kernels.attention.hopper_decode import hopper_decode
 from teachllm_kernels.attention.hopper_prefill import hopper_prefill
 from teachllm_kernels.attention.kv_move import KVMover
+from teachllm_kernels.attention.kv_quantization import has_fp8
 from teachllm_kernels.attention.kv_write import kv_write_triton
 from teachllm_kernels.attention.paged_decode import fused_paged_decode, paged_decode_triton
 from teachllm_kernels.attention.paged_prefill import paged_prefill_triton
 from teachllm_kernels.attention.prefill_plan import plan_prefill
 from teachllm_kernels.attention.rope_kv_write import rope_kv_write_triton
 from teachllm_kernels.comm.one_shot_all_reduce import NUM_SLOTS, DeferredAllReduce, SymmetricBuffer, one_shot_all_reduce
+from teachllm_kernels.compile_pool import compile_in_processes
+from teachllm_kernels.dry_run import dry_run
+from teachllm_kernels.gpu_type import GPU_TYPES
 from teachllm_kernels.linear import skinny_gemm
 from teachllm_kernels.linear.batch_invariant_gemm import batch_invariant_gemm_triton
 from teachllm_kernels.linear.gemv import gemv_triton
 from teachllm_kernels.linear.hopper_gated_linear import hopper_gated_linear
 from teachllm_kernels.linear.hopper_linear import hopper_linear, hopper_scaled_linear
-from teachllm_kernels.linear.packed import packed_linear
 from teachllm_kernels.linear.packed.dequantize import dequantize_triton
 from teachllm_kernels.linear.packed.hopper_packed_linear import hopper_packed_linear
 from teachllm_kernels.linear.packed.packed_gemv import packed_gemv_triton
@@ -56,6 +61,10 @@ from teachllm_kernels.speculation.prompt_lookup import prompt_lookup_triton
 from teachllm_kernels.speculation.rejection import rejection_sample_triton
 from teachllm_kernels.speculation.verify_drafts import accept, draft_proposals, synthetic_verdict
 from teachllm_kernels.step_inputs import append_tokens, step_inputs, write_runs
+from teachllm_kernels.variants import KernelVariants
+
+ONE_EACH = "--one-each" in sys.argv
+META = torch.device("meta")
 
 
 def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -140,6 +149,8 @@ def compile_scaled(quantized_dtype: torch.dtype) -> None:
             silu_and_mul_quantized_triton(x, quantized_dtype, scale, grouped)
         scaled_gemv_triton(x[:1], weight, blocks, norm=norm, gated=True)
         scaled_linear_triton(groups, weight, blocks, gated=True)
+    if not has_hopper(META):
+        return
     hopper_scaled_linear(rows, weight, outputs, gated=True)
     hopper_scaled_linear(rows, weight, one, parts=True)
     wide, scales = torch.zeros(12288, 512, dtype=quantized_dtype), torch.zeros(12288, 1)
@@ -195,19 +206,13 @@ def compile_packed_on_hopper(dtype: torch.dtype) -> None:
 
 
 def compile_large_tiles() -> None:
-    """Compile tiles that need more shared memory than the smallest cards have."""
-    architectures[:] = [80, 90]
-    for module in (skinny_gemm, paged_decode, paged_prefill):
-        module.shared_memory = lambda device: SHARED_MEMORY[80]
+    """Compile products and attention whose tiles are as large as there is shared memory for."""
     x, weight = torch.zeros(2, 4096, dtype=torch.bfloat16), torch.zeros(64, 4096, dtype=torch.bfloat16)
     skinny_gemm_triton(x, weight, gated=True)
     skinny_gemm_triton(x, weight)
-    packed_linear.shared_memory = lambda device: SHARED_MEMORY[90]
-    with_quantized = pack(torch.zeros(64, 4096, dtype=torch.uint8), torch.zeros(64, 32, dtype=torch.bfloat16), None, 4)
-    architectures[:], all_architectures = [90], list(architectures)
+    quantized = pack(torch.zeros(64, 4096, dtype=torch.uint8), torch.zeros(64, 32, dtype=torch.bfloat16), None, 4)
     for num_rows in (16, 64, 100):
-        packed_linear_triton(torch.zeros(num_rows, 4096, dtype=torch.bfloat16), with_quantized)
-    architectures[:] = all_architectures
+        packed_linear_triton(torch.zeros(num_rows, 4096, dtype=torch.bfloat16), quantized)
     cache, lens = torch.zeros(4, 16, 2, 256, dtype=torch.bfloat16), ints(4)
     q = torch.zeros(4, 4, 256, dtype=torch.bfloat16)
     paged_prefill_triton(q, cache, cache, ints(4, 4), lens, ints(5), lens, 1.0)
@@ -218,7 +223,7 @@ def compile_attention(
 ) -> None:
     cache = torch.zeros(4, 16, 2, head_size, dtype=dtype)
     tables, rows, starts, lens = ints(4, 4), ints(4), ints(5), ints(4)
-    plan = DecodePlan.allocate(4, num_heads, 2, head_size, torch.device("cpu"), max_query_len=4)
+    plan = DecodePlan.allocate(4, num_heads, 2, head_size, META, max_query_len=4)
     plan_decode(plan, lens, starts, rows, 2, window)
     q = torch.zeros(4, num_heads, head_size, dtype=dtype)
     paged_decode_triton(q, cache, cache, tables, starts, plan, 1.0, window, cap)
@@ -230,7 +235,7 @@ def compile_attention(
     fused_paged_decode(qkv, angle, angle, norm, 1e-6, cache, cache, tables, plan, 1.0, window, cap)
     plan_decode(plan, lens[:1], starts[:2], rows[:1], 2, window, "fused_paged_decode")
     fused_paged_decode(qkv[:1], angle, angle, norm, 1e-6, cache, cache, tables, plan, 1.0, window, cap)
-    if dtype != torch.float32 and head_size in (64, 128):
+    if has_hopper(META) and dtype != torch.float32 and head_size in (64, 128):
         plan_decode(plan, lens, starts, rows, 2, window, "hopper_decode")
         for weight in (norm, None):
             hopper_decode(qkv, angle, angle, weight, 1e-6, cache, cache, tables, plan, 1.0)
@@ -250,7 +255,7 @@ def compile_quantized_kv(
     cache = torch.zeros(4, 16, 2, head_size, dtype=quantized_dtype)
     scales = (torch.ones(2), torch.ones(2))
     tables, rows, starts, lens = ints(4, 4), ints(4), ints(5), ints(4)
-    plan = DecodePlan.allocate(4, num_heads, 2, head_size, torch.device("cpu"), max_query_len=4)
+    plan = DecodePlan.allocate(4, num_heads, 2, head_size, META, max_query_len=4)
     qkv, angle = torch.zeros(4, num_heads + 4, head_size, dtype=dtype), torch.zeros(4, 1, head_size, dtype=dtype)
     q, norm = qkv[:, :num_heads], torch.zeros(num_heads + 2, head_size, dtype=dtype)
     plan_decode(plan, lens, starts, rows, 2, window)
@@ -273,7 +278,7 @@ def compile_quantized_kv_on_hopper(
     """Compile Hopper's own kernels."""
     num_heads = 2 * group
     cache, tables, lens, starts = torch.zeros(4, 16, 2, head_size, dtype=quantized_dtype), ints(4, 4), ints(4), ints(5)
-    plan = DecodePlan.allocate(4, num_heads, 2, head_size, torch.device("cpu"))
+    plan = DecodePlan.allocate(4, num_heads, 2, head_size, META)
     plan_decode(plan, lens, starts, lens, 2, kernel="hopper_decode")
     qkv, angle = torch.zeros(4, num_heads + 4, head_size, dtype=dtype), torch.zeros(4, 1, head_size, dtype=dtype)
     scales = (torch.ones(2), torch.ones(2))
@@ -286,7 +291,7 @@ def compile_wide_decode(dtype: torch.dtype, group: int, head_size: int) -> None:
     """Compile for the most query heads per KV head, of the largest size: a tile must leave room for them."""
     cache, lens, starts = torch.zeros(4, 16, 1, head_size, dtype=dtype), ints(4), ints(5)
     quantized_cache, scales = torch.zeros(4, 16, 1, head_size, dtype=torch.int8), (torch.ones(1), torch.ones(1))
-    plan = DecodePlan.allocate(4, group, 1, head_size, torch.device("cpu"))
+    plan = DecodePlan.allocate(4, group, 1, head_size, META)
     plan_decode(plan, lens, starts, lens, 1)
     q = torch.zeros(4, group, head_size, dtype=dtype)
     paged_decode_triton(q, cache, cache, ints(4, 4), starts, plan, 1.0)
@@ -295,7 +300,7 @@ def compile_wide_decode(dtype: torch.dtype, group: int, head_size: int) -> None:
 
 def compile_sampling() -> None:
     rows, longs = ints(16), ints(16, dtype=torch.int64)
-    table = DeviceParameters(16, torch.device("cpu")).table
+    table = DeviceParameters(16, META).table
     for dtype, any_random, any_filtered in (
         (torch.float32, True, True),
         (torch.bfloat16, True, False),
@@ -324,16 +329,14 @@ def compile_sampling() -> None:
         )
 
 
-def main() -> None:
-    JITFunction.run = compile_instead  # type: ignore[method-assign]
-    if ONE_EACH:
-        mock.patch.multiple(random_sample, _TILE=2, _CANDIDATES=128).start()  # these compile faster
-        mock.patch.multiple(skinny_gemm, _BLOCKS_WANTED=4).start()
+def launch_all() -> None:
+    """Launch every kernel that the table can choose for the GPU of the dry run."""
+    is_hopper = has_hopper(META)
     for dtype in (torch.bfloat16,) if ONE_EACH else (torch.bfloat16, torch.float16, torch.float32):
         compile_small(dtype)
         compile_packed(dtype)
         compile_experts(dtype)
-        if dtype != torch.float32:
+        if is_hopper and dtype != torch.float32:
             compile_hopper_products(dtype)
             compile_packed_on_hopper(dtype)
     compile_attention(torch.bfloat16, 4, 128, None, None)
@@ -345,16 +348,13 @@ def main() -> None:
     compile_wide_decode(torch.bfloat16, 128, 256)
     compile_wide_decode(torch.float32, 32, 256)
     compile_quantized_kv(torch.bfloat16, torch.float8_e4m3fn, 4, 128)
-    compile_quantized_kv(torch.float16, torch.int8, 2, 64, cap=20.0)
-    for quantized_dtype in (torch.float8_e4m3fn, torch.int8):
-        compile_quantized_kv_on_hopper(torch.bfloat16, quantized_dtype, 4, 128)
-        compile_quantized_kv_on_hopper(torch.float16, quantized_dtype, 16, 64)
-    compile_quantized_kv(torch.float32, torch.int8, 2, 32)
-    with_fp8, without = [90], list(architectures)
-    architectures[:], kv_quantization.has_fp8 = with_fp8, lambda device: True  # whose instructions convert it
-    compile_quantized_kv(torch.bfloat16, torch.float8_e4m3fn, 4, 128)
     compile_quantized_kv(torch.bfloat16, torch.float8_e4m3fn, 1, 256)
-    architectures[:] = without
+    compile_quantized_kv(torch.float16, torch.int8, 2, 64, cap=20.0)
+    compile_quantized_kv(torch.float32, torch.int8, 2, 32)
+    if is_hopper:
+        for quantized_dtype in (torch.float8_e4m3fn, torch.int8):
+            compile_quantized_kv_on_hopper(torch.bfloat16, quantized_dtype, 4, 128)
+            compile_quantized_kv_on_hopper(torch.float16, quantized_dtype, 16, 64)
     compile_sampling()
     longs, int32s = ints(16, dtype=torch.int64), ints(16)
     tables = ints(4, 4)
@@ -431,14 +431,34 @@ def main() -> None:
     write_runs(ints(16), ints(40), 4, 10)
     prompt_lookup_triton(ints(4, 40_960), int32s, int32s, ints(16, 16), int32s, 8, 1)
     compile_scaled(torch.int8)
+    if has_fp8(META):
+        compile_scaled(torch.float8_e4m3fn)
     for num_rows in (2, 200):
         rows_of_x, e4m3 = torch.zeros(num_rows, 512, dtype=torch.bfloat16), torch.zeros(128, 512, dtype=torch.uint8)
         weight_only_triton(rows_of_x, e4m3.view(torch.float8_e4m3fn), torch.zeros(128, 1))
     compile_large_tiles()
-    architectures[:] = [90]  # whose tensor cores multiply 8-bit floats
-    compile_scaled(torch.float8_e4m3fn)
-    for name, count in sorted(compiled.items()):
-        print(f"{name} {count}")
+
+
+def main() -> None:
+    if ONE_EACH:
+        mock.patch.multiple(random_sample, _TILE=2, _CANDIDATES=128).start()  # these compile faster
+        mock.patch.multiple(skinny_gemm, _BLOCKS_WANTED=4).start()
+    found: dict[str, Counter[str]] = {}
+    for target in ("sm_80", "sm_90") if ONE_EACH else ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"):
+        gpu = GPU_TYPES[target]
+        variants = KernelVariants(gpu)
+        with dry_run(gpu, variants.add), META:
+            launch_all()
+        wanted = list(variants.by_key.values())
+        if ONE_EACH:
+            wanted = list({variant.name: variant for variant in reversed(wanted)}.values())
+        failures = [each for each in compile_in_processes(wanted, gpu, num_processes=2) if each.error is not None]
+        for each in failures:
+            print(target, each.variant.name, each.variant.constants, each.error, file=sys.stderr)
+        if failures:
+            sys.exit(1)
+        found[target] = Counter(variant.name for variant in wanted)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from teachllm_kernels._hopper import has_hopper
 from teachllm_kernels._triton import HAS_GLUON, launch_options, triton
 from teachllm_kernels.attention.kv_quantization import has_fp8
 from teachllm_kernels.dry_run import compute_capability, dry_run, per_device
+from teachllm_kernels.gpu_type import GPU_TYPES
 from teachllm_kernels.rms_norm import rms_norm_triton
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -43,12 +44,12 @@ def norm(device: torch.device) -> tuple[torch.Size, torch.device]:
 def test_nothing_is_launched_inside_and_everything_outside_even_after_an_error() -> None:
     with pytest.raises(Launched):
         norm(CPU)
-    with dry_run((8, 0)):
+    with dry_run(GPU_TYPES["sm_80"]):
         assert norm(META) == ((3, 64), META)
-        with dry_run((9, 0)):
+        with dry_run(GPU_TYPES["sm_90"]):
             assert norm(META) == ((3, 64), META)
         assert norm(META) == ((3, 64), META)
-    with pytest.raises(ValueError, match="of the block"), dry_run((8, 0)):
+    with pytest.raises(ValueError, match="of the block"), dry_run(GPU_TYPES["sm_80"]):
         raise ValueError("of the block")
     with pytest.raises(Launched):
         norm(CPU)
@@ -64,7 +65,7 @@ def test_other_threads_launch_meanwhile() -> None:
         except Launched:
             found.append("launched")
 
-    with dry_run((9, 0)):
+    with dry_run(GPU_TYPES["sm_90"]):
         thread = threading.Thread(target=launch)
         thread.start()
         thread.join()
@@ -78,13 +79,13 @@ def test_of_two_threads_one_waits_for_the_other() -> None:
     def second() -> None:
         is_inside.wait()
         order.append("asks")
-        with dry_run((9, 0)):
+        with dry_run(GPU_TYPES["sm_90"]):
             order.append("enters")
 
     before = triton.JITFunction.run
     thread = threading.Thread(target=second)
     thread.start()
-    with dry_run((8, 0)):
+    with dry_run(GPU_TYPES["sm_80"]):
         is_inside.set()
         thread.join(0.1)
         assert order == ["asks"] and compute_capability(META) == (8, 0)
@@ -98,12 +99,12 @@ def test_the_meta_device_is_the_named_card_and_no_card_outside() -> None:
         return compute_capability(META), has_hopper(META), launch_options(META)["PDL"]
 
     assert answers() == ((0, 0), False, False)
-    with dry_run((9, 0)):
+    with dry_run(GPU_TYPES["sm_90"]):
         assert answers() == ((9, 0), True, True)
-        with dry_run((8, 0)):
+        with dry_run(GPU_TYPES["sm_80"]):
             assert answers() == ((8, 0), False, False)
         assert answers() == ((9, 0), True, True)
-        with dry_run((10, 0)):
+        with dry_run(GPU_TYPES["sm_100"]):
             assert answers() == ((10, 0), False, True)
         assert compute_capability(CPU) == (0, 0) and not has_hopper(CPU)
     assert answers() == ((0, 0), False, False)
@@ -115,8 +116,8 @@ def test_a_device_is_asked_once_and_the_meta_device_once_for_each_card() -> None
     for _ in range(2):
         ask(CPU), ask(META)
     assert asked == [(CPU, (0, 0)), (META, (0, 0))]
-    for card in ((9, 0), (8, 0), (9, 0)):
-        with dry_run(card):
+    for target in ("sm_90", "sm_80", "sm_90"):
+        with dry_run(GPU_TYPES[target]):
             ask(META), ask(META), ask(CPU)
     ask(META)
     assert asked[2:] == [(META, (9, 0)), (META, (8, 0))]
@@ -130,7 +131,7 @@ def test_a_thread_outside_and_a_dry_run_each_get_their_own_answer(is_dry_first: 
     def ask() -> None:
         answers.append((has_hopper(META), launch_options(META)["PDL"], has_fp8(META)))
 
-    with dry_run((9, 0)):
+    with dry_run(GPU_TYPES["sm_90"]):
         if is_dry_first:
             ask()
         thread = threading.Thread(target=ask)

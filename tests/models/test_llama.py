@@ -14,6 +14,7 @@ from teachllm.models.families import llama_fast_paths
 from teachllm.models.families.llama import LlamaLayer
 from teachllm.models.families.llama_config import parse
 from teachllm_kernels.dry_run import dry_run
+from teachllm_kernels.gpu_type import GPU_TYPES
 from tests.bench.h200_script import h200
 
 
@@ -35,12 +36,12 @@ def test_a_part_of_several_decodes_is_not_one_decode(
 
     shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     config = parse(h200.SHAPES["qwen3-0.6b"] | shape | {"intermediate_size": 96})
-    with dry_run((9, 0)), torch.device("meta"):  # which takes a GPU's way
+    with dry_run(GPU_TYPES["sm_90"]), torch.device("meta"):  # which takes a GPU's way
         layer = LlamaLayer(config, 0, schemes=UNQUANTIZED, shard=WHOLE)
     monkeypatch.setattr(llama_fast_paths, "decode_one_row", take("one decode"))
     monkeypatch.setattr(layer.self_attn, "forward", take("any"))
     none = torch.zeros(0, dtype=torch.int32)
     metadata = AttentionMetadata(none, none, none, torch.zeros(num_rows, dtype=torch.int64), [], [], is_fused=True)
     residual = None if num_rows == 1 else torch.zeros(num_rows, 64, device="meta")
-    with dry_run((9, 0)), pytest.raises(Taken, match=way):
+    with dry_run(GPU_TYPES["sm_90"]), pytest.raises(Taken, match=way):
         layer(torch.zeros(x_shape, device="meta"), residual, (none, none), (none, none), metadata)

@@ -24,14 +24,8 @@ from teachllm.worker.gpu.cuda_graphs import AttentionCall, FullKey, Graphs
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.gpu_sampling import GPUSampling
-from teachllm.worker.gpu.spec_decode.capture_ahead import (
-    VARIANTS,
-    as_prior,
-    decode_steps,
-    known_tokens,
-    per_token_behind,
-    seconds_of,
-)
+from teachllm.worker.gpu.known_steps import VARIANTS, decode_steps, known_tokens
+from teachllm.worker.gpu.spec_decode.capture_ahead import as_prior, per_token_behind, seconds_of
 from teachllm.worker.gpu.spec_decode.draft_progress import Behind
 from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
 from teachllm.worker.kv_cache import KVCache

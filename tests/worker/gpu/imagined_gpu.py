@@ -9,10 +9,11 @@ import torch
 
 from teachllm import EngineConfig
 from teachllm.models.model_config import ModelConfig, load_model_config
+from teachllm_kernels.gpu_type import GPU_TYPES
 from tests.bench.h200_script import h200
 
 NOWHERE = torch.device("meta")
-AMPERE, HOPPER = (8, 0), (9, 0)
+AMPERE, HOPPER = GPU_TYPES["sm_80"], GPU_TYPES["sm_90"]
 
 
 def describe(name: str, folder: Path, **settings: Any) -> tuple[EngineConfig, ModelConfig]:

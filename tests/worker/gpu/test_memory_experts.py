@@ -24,6 +24,7 @@ from teachllm.worker.gpu.memory.live_bytes import LiveBytes
 from teachllm.worker.gpu.memory.meta_model import MetaGroup
 from teachllm.worker.gpu.memory.predicted import PredictedNeeds, predict_needs
 from teachllm_kernels.dry_run import dry_run
+from teachllm_kernels.gpu_type import GPUType
 from teachllm_kernels.moe.moe_routing import Routes
 from tests.bench.h200_script import h200
 from tests.worker.gpu.imagined_gpu import AMPERE, HOPPER, NOWHERE, describe
@@ -62,7 +63,7 @@ def many_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(h200.SHAPES, "many", MORE_SHAPES["many"])
 
 
-def predicted(folder: Path, card: tuple[int, int], **settings: Any) -> PredictedNeeds:
+def predicted(folder: Path, card: GPUType, **settings: Any) -> PredictedNeeds:
     config, model = describe("many", folder, **EIGHT, **settings)
     with dry_run(card):
         return predict_needs(config, model_of_rank(model, layout_of(config).coords(0)), NOWHERE)
@@ -70,9 +71,7 @@ def predicted(folder: Path, card: tuple[int, int], **settings: Any) -> Predicted
 
 @pytest.mark.parametrize("case", list(WIDTHS))
 @pytest.mark.parametrize("card", [AMPERE, HOPPER])
-def test_a_step_with_spread_experts_holds_what_can_be_told_by_hand(
-    case: str, card: tuple[int, int], tmp_path: Path
-) -> None:
+def test_a_step_with_spread_experts_holds_what_can_be_told_by_hand(case: str, card: GPUType, tmp_path: Path) -> None:
     settings, width = WIDTHS[case]
     found = predicted(tmp_path, card, **settings).needs["activations"]
     expected = 2 * TOKENS * width

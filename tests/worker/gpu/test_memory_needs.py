@@ -37,6 +37,7 @@ from teachllm.worker.kv_cache import kv_cache_specs
 from teachllm_kernels import selection as kernel_table
 from teachllm_kernels.attention.decode_plan import DecodePlan
 from teachllm_kernels.dry_run import dry_run
+from teachllm_kernels.gpu_type import GPUType
 from teachllm_kernels.sampling.random_sample import workspace_bytes
 from teachllm_kernels.selection import AS_PRODUCT, CASES
 from tests.bench.h200_script import h200
@@ -71,15 +72,13 @@ def more_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(h200.SHAPES, name, shape)
 
 
-def prediction(
-    config: EngineConfig, model: ModelConfig, card: tuple[int, int], rank: int = 0, **more: Any
-) -> PredictedNeeds:
+def prediction(config: EngineConfig, model: ModelConfig, card: GPUType, rank: int = 0, **more: Any) -> PredictedNeeds:
     """Return a prediction for a rank on such a card."""
     with dry_run(card):
         return predict_needs(config, model_of_rank(model, layout_of(config).coords(rank)), NOWHERE, **more)
 
 
-def predicted(config: EngineConfig, model: ModelConfig, card: tuple[int, int], **more: Any) -> dict[str, int]:
+def predicted(config: EngineConfig, model: ModelConfig, card: GPUType, **more: Any) -> dict[str, int]:
     """Return what a prediction says by the names of a plan's fields."""
     return prediction(config, model, card, **more).needs
 
@@ -95,7 +94,7 @@ HALF = {"tensor_parallel_size": 2}
 SAMPLING = 16 * (14 * 4 * VOCAB + 24 * 20480)
 SCORING = 16 * 9 * 4 * VOCAB
 
-BYTES: dict[str, tuple[str, dict[str, Any], tuple[int, int], int]] = {
+BYTES: dict[str, tuple[str, dict[str, Any], GPUType, int]] = {
     "0.6B": ("qwen3-0.6b", {}, AMPERE, 2 * ALL * (2 * 128 + 2 * 1024 + 3 * 3072)),
     "8B": ("qwen3-8b", {}, AMPERE, 2 * ALL * (2 * 128 + 2 * 4096 + 3 * 12288)),
     "0.6B, few tokens: hidden states, logits and sampling": (

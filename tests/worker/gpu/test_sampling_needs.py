@@ -25,6 +25,7 @@ from teachllm.worker.gpu.memory.sampling_needs import (
 )
 from teachllm.worker.prompt_logprobs import PromptLogprobs
 from teachllm_kernels.dry_run import dry_run
+from teachllm_kernels.gpu_type import GPU_TYPES
 from teachllm_kernels.sampling import random_sample
 from tests.worker.gpu.imagined_gpu import NOWHERE
 
@@ -71,7 +72,7 @@ def test_the_samplers_workspaces_are_counted(num_rows: int) -> None:
     logits = torch.empty(num_rows, 151936, device=NOWHERE)
     rows = torch.zeros(num_rows, dtype=torch.int32, device=NOWHERE)
     table, index = DeviceParameters(num_rows, torch.device(NOWHERE)).table, rows.long()
-    with dry_run((9, 0)), LiveBytes() as live:
+    with dry_run(GPU_TYPES["sm_90"]), LiveBytes() as live:
         sampled = random_sample.sample_triton(logits, rows, table, index, any_random=True, any_filtered=True)
     assert sampled.shape == (num_rows,)
     assert (

@@ -5,8 +5,6 @@ The pool is as large as its largest recording needs. The forward pass of that on
 
 from __future__ import annotations
 
-from itertools import chain
-
 from teachllm.config import EngineConfig
 from teachllm.layers.attention_backends import selection
 from teachllm.layers.dtypes import dtype_bytes
@@ -14,9 +12,8 @@ from teachllm.models.model_config import ModelConfig
 from teachllm.spec_decode.load import DrafterConfig
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.gpu.cuda_graphs import GraphSizes
-from teachllm.worker.gpu.device_step import DeviceStep
+from teachllm.worker.gpu.known_steps import VARIANTS, decode_steps, mixed_sizes, prompt_steps
 from teachllm.worker.gpu.memory.meta_runner import MetaRunner
-from teachllm.worker.gpu.spec_decode.capture_ahead import VARIANTS, decode_steps
 from teachllm_kernels.sampling.random_sample import workspace_bytes
 
 _KERNELS_PER_LAYER = 9
@@ -63,16 +60,4 @@ def num_recordings(config: EngineConfig) -> int:
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert num_seqs and num_tokens
     sizes = GraphSizes(num_seqs, num_tokens)
-    largest = sizes.largest_mixed
-    full: set[tuple[bool, tuple[int, int]]] = set()
-    for count in range(1, num_seqs + 1):
-        each = list(range(count))
-        decodes = DeviceStep(each, [1] * count, each, num_decodes=count, sampling=each)
-        prompts = (DeviceStep(each, [1] * (count - 1) + [n], each, 0, each) for n in range(1, largest + 1))
-        for step in chain([decodes], prompts):
-            shape = sizes.full(step)
-            if shape is None:  # nor is there one for longer prompts
-                break
-            full.add((step.is_decode, shape))
-    mixed = {sizes.mixed(count) for count in range(1, largest + 1)}
-    return len(full) + len(mixed)
+    return len(sizes.decodes()) + len(prompt_steps(sizes)) + len(mixed_sizes(sizes))

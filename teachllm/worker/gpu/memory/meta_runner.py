@@ -5,7 +5,7 @@ Everything here runs inside of a `dry_run`: the meta device stands for its card.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -25,7 +25,10 @@ from teachllm.spec_decode.drafter import ModelDrafter
 from teachllm.spec_decode.load import DrafterConfig, drafter_of, new_head
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.gpu.attention_inputs import GPUAttention
+from teachllm.worker.gpu.cuda_graphs import Graphs
 from teachllm.worker.gpu.device_batch import DeviceBatch
+from teachllm.worker.gpu.gpu_sampling import GPUSampling
+from teachllm.worker.gpu.graph_runner import GraphRunner
 from teachllm.worker.gpu.memory.balanced_routing import BalancedRouting
 from teachllm.worker.gpu.memory.largest_step import LargestStep
 from teachllm.worker.gpu.memory.live_bytes import LiveBytes
@@ -90,13 +93,31 @@ class MetaRunner:
                     attention=GPUAttention(own, backend, self.batch, max(1 + self.batch.max_drafts, 2)),
                 )
         self.buffer_bytes = live.now
+        columns = Columns(model.vocab_size, ranks.tensor)
+        self.columns = columns if ranks.coords.is_last_stage else None
         self._step = LargestStep(
             model=built.model,
             batch=self.batch,
             attention=attention,
             drafting=drafting,
-            columns=Columns(model.vocab_size, ranks.tensor) if ranks.coords.is_last_stage else None,
+            columns=self.columns,
         )
+        self.model, self.drafting = built.model, drafting
+        self.sampling = GPUSampling(
+            self.batch, sampler, drafting, None if speculation is None else speculation.synthetic_rate, columns
+        )
+        self.graph_runner = GraphRunner(
+            model=built.model,
+            graphs=_NoGraphs(),
+            batch=self.batch,
+            attention=attention,
+            backend=backend,
+            sampling=self.sampling,
+            drafting=drafting,
+            is_last_stage=ranks.coords.is_last_stage,
+            is_eager=True,
+        )
+        self.graph_runner.kv_caches = self._kv_caches
 
     @torch.inference_mode()
     def step_bytes(self, num_tokens: int) -> int:
@@ -125,6 +146,15 @@ class MetaRunner:
         """Return the context in which a step of this model runs on meta tensors."""
         experts = self._built.experts
         return nullcontext() if experts is None or not self.shares_experts else BalancedRouting(experts.top_k)
+
+
+class _NoGraphs(Graphs):
+    """Hold no recordings: on the meta device nothing is recorded."""
+
+    def __init__(self) -> None: ...
+
+    def has(self, key: Hashable) -> bool:
+        return False
 
 
 def _drafter(drafter: DrafterConfig, config: EngineConfig, target: MetaModel) -> ModelDrafter:

@@ -12,7 +12,7 @@ from teachllm.models.model_config import ModelConfig
 from teachllm.spec_decode.load import DrafterConfig
 from teachllm.worker.gpu.memory.graph_needs import graph_bytes, has_graphs
 from teachllm.worker.gpu.memory.meta_runner import MetaRunner
-from teachllm_kernels.dry_run import compute_capability, dry_run
+from teachllm_kernels.dry_run import compute_capability, dry_run, gpu_type
 from teachllm_kernels.selection import AS_PRODUCT, spans_of
 
 _CODE = 128 << 20  # an assumption about the kernels that libraries and Triton load; what is measured replaces it
@@ -43,7 +43,7 @@ def predict_needs(
     """
     num_tokens = config.max_num_batched_tokens
     assert num_tokens
-    with dry_run(compute_capability(device)):
+    with dry_run(gpu_type(device)):
         runner = MetaRunner(config, model, drafter)
         largest = runner.step_bytes(num_tokens)
         unmeasured = _unmeasured(runner, num_tokens, largest)

@@ -17,51 +17,11 @@ import torch
 
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.gpu.device_batch import DeviceBatch
-from teachllm.worker.gpu.device_step import DeviceStep
+from teachllm.worker.gpu.known_steps import known_tokens
 from teachllm.worker.gpu.spec_decode.draft_progress import Behind
 from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
 
-_NUM_KNOWN = 1024  # tokens of a request, if that many fit
-# Of random tokens and of filters, see `Sampler.plain_variant`: random rows without filters go through them, too.
-VARIANTS = ((True, True), (False, False))
 _REPLAYS = 3  # of which the median counts
-_MOST_DRAFTED_FOR = 64  # requests at once; for more it rarely pays, and what is needed all the same is recorded then
-
-
-def decode_steps(batch: DeviceBatch, is_adaptive: bool) -> dict[tuple[int, int], DeviceStep]:
-    """Return steps of decodes by (requests, drafts of each), from one request up to hundreds.
-
-    Both numbers are padded: a batch that is not as large, or drafts less, takes the next larger ones. Without
-    `is_adaptive` all draft as much as they can, but for those near their end.
-    """
-    num_known = max(known_tokens(batch), 1)
-    counts = range(batch.max_drafts + 1) if is_adaptive else (0, batch.max_drafts)
-    lengths = sorted({batch.sizes.drafts(count) for count in counts})
-    found: dict[tuple[int, int], DeviceStep] = {}
-    for num_seqs in batch.sizes.decodes():
-        every = list(range(num_seqs))
-        for num_drafts in lengths if num_seqs <= _MOST_DRAFTED_FOR else lengths[:1]:
-            drafts = [num_drafts] * num_seqs if num_drafts else []
-            lens, starts = [1 + num_drafts] * num_seqs, [num_known - 1] * num_seqs
-            step = DeviceStep(
-                rows=every,
-                query_lens=lens,
-                starts=starts,
-                num_decodes=num_seqs,
-                sampling=every,
-                num_drafts=drafts,
-                num_next=drafts,
-                decode_len=1 + num_drafts,
-                most_next=num_drafts,
-            )
-            if batch.sizes.full(step) is not None:
-                found[num_seqs, num_drafts] = step
-    return found
-
-
-def known_tokens(batch: DeviceBatch) -> int:
-    """Return how many tokens per request leave room for what a step adds and the next one drafts, or 0."""
-    return max(min(_NUM_KNOWN, batch.token_ids.shape[1] - 2 * (1 + batch.max_drafts)), 0)
 
 
 def seconds_of(launch: Callable[[], object], batch: DeviceBatch) -> float:

@@ -13,7 +13,8 @@ from teachllm.worker.gpu.cuda_graphs import FullKey, GraphSizes
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.graph_runner import GraphRunner
-from teachllm.worker.gpu.spec_decode.capture_ahead import as_prior, decode_steps, known_tokens
+from teachllm.worker.gpu.known_steps import decode_steps, known_tokens
+from teachllm.worker.gpu.spec_decode.capture_ahead import as_prior
 
 CPU = torch.device("cpu")
 CHAIN = DraftTree.chain(3)

@@ -1,0 +1,93 @@
+"""Compile, before there is a GPU's context, all kernels that an engine may launch.
+
+    describe   config.json says the model, the settings its steps; no weight is read
+    rehearse   the steps run on the meta device, and each launch is noted (`rehearsal.py`)
+    compile    as many processes as there are cores compile what was noted, into Triton's cache on disk
+
+An engine that starts after this finds every kernel in the cache. `teachllm warm` is this and nothing else, for an image
+that is built where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from teachllm.config import EngineConfig
+from teachllm.distributed.layout import layout_of
+from teachllm.models.model_config import load_model_config
+from teachllm.models.own_model import model_of_rank
+from teachllm.spec_decode.load import load_drafter_config
+from teachllm.worker.gpu.startup.rehearsal import known_variants
+from teachllm_kernels.compile_pool import Compilation, compile_in_processes
+from teachllm_kernels.gpu_type import GPUType
+from teachllm_kernels.variants import KernelVariant
+
+_MOST_PROCESSES = 16
+
+
+class Compiled(NamedTuple):
+    """Count the variants of kernels that an engine may launch.
+
+    Attributes:
+        target: the GPU's, that they were compiled for.
+        num_compiled: that were compiled now.
+        num_cached: that were in the cache before.
+        failures: "kernel: why" of each that could not be compiled; the engine will try again when it launches it.
+    """
+
+    target: str
+    num_compiled: int
+    num_cached: int
+    failures: list[str]
+
+
+def variants_of(config: EngineConfig, gpu: GPUType) -> list[KernelVariant]:
+    """Return the variants of kernels that an engine of these settings may launch, on any of its ranks.
+
+    Raises:
+        ValueError: the checkpoint or the settings are refused.
+    """
+    model = load_model_config(config, "cuda")
+    config = replace(config, device="cuda").resolve(model.max_model_len)
+    drafter, layout = load_drafter_config(config, model, "cuda"), layout_of(config)
+    found: dict[object, KernelVariant] = {}
+    for stage in range(layout.pipeline):  # whose ranks have equal parts
+        part = model_of_rank(model, layout.coords(layout.stage(stage)[0]))
+        found |= known_variants(config, part, gpu, drafter).by_key
+    return list(found.values())
+
+
+def compile_known(
+    config: EngineConfig,
+    gpu: GPUType,
+    num_processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Compiled:
+    """Compile all of `variants_of` into Triton's cache.
+
+    Args:
+        num_processes: None: one for each core, up to 16.
+        progress: called with (variants that are done, variants in all).
+
+    Raises:
+        ValueError: as `variants_of`.
+        RuntimeError: this process has initialized CUDA.
+    """
+    variants = variants_of(config, gpu)
+    outcomes: list[Compilation] = []
+    for outcome in compile_in_processes(variants, gpu, num_processes or num_cores()):
+        outcomes.append(outcome)
+        if progress is not None:
+            progress(len(outcomes), len(variants))
+    failures = [f"{each.variant.name}: {each.error}" for each in outcomes if each.error is not None]
+    num_cached = sum(each.was_cached for each in outcomes)
+    return Compiled(gpu.target, len(outcomes) - num_cached - len(failures), num_cached, failures)
+
+
+def num_cores() -> int:
+    """Return how many processes compile at once: the cores that this process may use, `_MOST_PROCESSES` at most."""
+    can_tell = hasattr(os, "sched_getaffinity")  # macOS cannot
+    return min(len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1, _MOST_PROCESSES)

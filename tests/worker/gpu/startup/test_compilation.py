@@ -1,0 +1,32 @@
+"""Which kernels an engine may launch follows from its settings and the type of its GPU, before there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_kernels_follow_from_settings_and_gpu() -> None:
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
+    program = Path(__file__).parent / "known_kernels.py"
+    done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    always = {"_append_tokens", "_gemv", "_paged_decode", "_pick", "_plan_decode", "_rms_norm", "_rope_kv_write"}
+    always |= {"_scan", "_step_inputs", "_write_runs"}
+    hoppers = {"_hopper_decode", "_hopper_linear", "_hopper_prefill", "_plan_prefill"}
+    assert found["hopper"].keys() >= always | hoppers
+    assert found["ampere"].keys() >= always | {"_skinny_gemm", "_paged_prefill"}
+    assert not found["ampere"].keys() & hoppers
+    assert found["int4"].keys() - found["hopper"].keys() == {"_hopper_packed_linear", "_packed_gemv", "_dequantize"}
+    assert found["stages"] == found["hopper"]  # the stages' together
+    assert found["drafts"].keys() - found["hopper"].keys() >= {"_accept_drafts", "_propose", "_push_drafts"}
