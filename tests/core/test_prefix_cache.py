@@ -5,8 +5,12 @@ from __future__ import annotations
 from array import array
 from hashlib import sha256
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from teachllm.core.block_pool import BlockPool
-from teachllm.core.prefix_cache import PrefixCache, hash_block, hash_root
+from teachllm.core.prefix_cache import PrefixCache, hash_block, hash_root, num_equal_blocks
 from teachllm.core.request import Request
 from teachllm.sampling_params import SamplingParams
 from teachllm_lessons.helpers.lesson_05 import contract_hash_block
@@ -87,3 +91,74 @@ def test_equal_blocks_live_side_by_side_and_either_answers() -> None:
 
 def test_the_hash_keeps_the_contract_by_which_lesson_05_judges() -> None:
     assert contract_hash_block(hash_block) > 4000
+
+
+def counting_cache(size: int) -> tuple[PrefixCache, list[int]]:
+    """A cache, and the first token of each block that it has hashed."""
+    hashed: list[int] = []
+
+    def count(parent: bytes, token_ids: array[int], extra_keys: tuple[str, ...] = ()) -> bytes:
+        hashed.append(token_ids[0])
+        return hash_block(parent, token_ids, extra_keys)
+
+    return PrefixCache(size, ROOT, count), hashed
+
+
+def test_what_two_requests_begin_with_is_hashed_once() -> None:
+    cache, hashed = counting_cache(2)
+    shared = list(range(0, 40))
+    cache.hashes(make_request([*shared, 50, 51, 52, 53]), 22)
+    assert len(hashed) == 22
+    hashed.clear()
+    second = cache.hashes(make_request([*shared, 60, 61, 62]), 21)
+    assert hashed == [0, 60]
+    assert second == PrefixCache(2, ROOT).hashes(make_request([*shared, 60, 61, 62]), 21)
+    hashed.clear()
+    cache.hashes(make_request(shared[:9]), 4)
+    cache.hashes(make_request(shared), 20)  # the last one that began so was shorter
+    assert hashed[:2] == [0, 0] and hashed[2:] == shared[8::2]
+    hashed.clear()
+    cache.hashes(make_request(shared, ("salt",)), 20)
+    assert len(hashed) == 20  # another salt is another beginning
+
+
+def test_a_chain_of_a_growing_request_goes_on_from_its_own_tokens() -> None:
+    cache, _ = counting_cache(2)
+    request = make_request([1, 2, 3, 4])
+    cache.hashes(request, 2)
+    request.token_ids.extend([5, 6])
+    twin, other = make_request([1, 2, 3, 4, 5, 6]), make_request([1, 2, 3, 4, 5, 7])
+    plain = PrefixCache(2, ROOT)
+    assert cache.hashes(request, 3) == cache.hashes(twin, 3) == plain.hashes(make_request([1, 2, 3, 4, 5, 6]), 3)
+    assert cache.hashes(other, 3) == plain.hashes(make_request([1, 2, 3, 4, 5, 7]), 3)
+
+
+def test_beginnings_that_were_not_seen_for_long_are_forgotten() -> None:
+    cache, hashed = counting_cache(1)
+    for first in range(300):
+        cache.hashes(make_request([first, 1000]), 2)
+    hashed.clear()
+    cache.hashes(make_request([299, 1000]), 2)
+    cache.hashes(make_request([0, 1000]), 2)
+    assert hashed == [299, 0, 1000]
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=12), st.sampled_from(["", "a"])), max_size=8),
+    st.integers(1, 3),
+)
+def test_chains_are_those_of_a_cache_that_remembers_nothing(requests: list[tuple[list[int], str]], size: int) -> None:
+    cache = PrefixCache(size, ROOT)
+    for token_ids, salt in requests:
+        keys = (salt,) if salt else ()
+        for num_blocks in range(len(token_ids) // size + 1):
+            found = cache.hashes(make_request(token_ids, keys), num_blocks)
+            expected = PrefixCache(size, ROOT).hashes(make_request(token_ids, keys), len(token_ids) // size)
+            assert found == expected[: len(found)] and len(found) >= num_blocks
+
+
+@pytest.mark.parametrize("num_equal", range(1, 10))
+def test_equal_blocks_are_counted(num_equal: int) -> None:
+    one = array("q", range(20))
+    other = array("q", [token if token < 2 * num_equal else -1 for token in range(20)])
+    assert num_equal_blocks(one, other, 2, 9) == num_equal
