@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from teachllm import LLM
-from teachllm.bench import cold, workloads
+from teachllm.bench import cold, first_run, workloads
 from teachllm.bench.batch import Batch, run_batch
 from teachllm.bench.workloads import WORKLOADS, is_rate, measure, mixed_batch
 
@@ -179,3 +179,42 @@ def test_a_cold_start_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "executable", program(tmp_path, "echo ValueError: block_size=0 >&2; exit 1"))
     with pytest.raises(RuntimeError, match=r"ended with 1: ValueError: block_size=0"):
         cold.cold(DUMMY, num_runs=1)
+
+
+def test_a_first_run_is_told_apart_from_later_ones_with_and_without_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "said"
+    script = f"""echo "$@" >> {said}
+echo ready; echo noise
+if [ -d $TRITON_CACHE_DIR ]; then first=9; else first=5; fi
+echo "{{\\"first_tok_s\\": $first, \\"tok_s\\": 10}}"
+mkdir -p $TRITON_CACHE_DIR"""
+    monkeypatch.setattr(sys, "executable", program(tmp_path, script))
+    figures = first_run.first_run(DUMMY, "mixed", 3, {"num_requests": 2})
+    ready = [figures.pop(name) for name in ("ready_s", "cached_ready_s")]
+    assert min(ready) > 0
+    assert figures == {"first_tok_s": 5, "tok_s": 10, "cached_first_tok_s": 9, "cached_tok_s": 10}
+    assert said.read_text().count('mixed {"num_requests": 2} 3') == 2
+    with pytest.raises(ValueError, match="num_later=2: 2 runs warm up, so set it to 3 or more"):
+        first_run.first_run(DUMMY, "mixed", 2)
+
+
+def test_the_process_of_a_first_run_says_when_it_is_ready_and_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = DUMMY | {"max_model_len": 64, "num_gpu_blocks_override": 8}
+    parameters = {"num_requests": 2, "shortest": 3, "longest": 6}
+    monkeypatch.setattr(sys, "argv", ["first_run", json.dumps(settings), "mixed", json.dumps(parameters), "3"])
+    first_run.main()
+    ready, figures = capsys.readouterr().out.splitlines()
+    found = json.loads(figures)
+    assert ready == "ready" and found.keys() == {"first_tok_s", "tok_s"} and min(found.values()) > 0
+
+
+def test_a_process_that_ends_before_it_has_said_all_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", program(tmp_path, "echo ready; echo killed >&2"))
+    with pytest.raises(RuntimeError, match=r"of teachllm\.bench\.first_run ended with 0: killed"):
+        first_run.first_run(DUMMY, "mixed")
