@@ -89,6 +89,8 @@ class EngineConfig:
             batch has finished).
         enable_chunked_prefill: a prompt may be computed over several steps.
         long_prefill_token_threshold: the most prompt tokens one request gets in a step; 0 is no limit.
+        max_step_ms: the longest that a step may take in which requests decode, and so the longest time between two of
+            their tokens; prompts get fewer tokens of it then, by what tokens were measured to take. None is no limit.
         async_scheduling: schedule the next step before the last one's tokens are known; None does so on a GPU.
         enforce_eager: no CUDA graphs; a CPU has none anyway.
         attention_backend: who computes attention. "reference" (CPU): PyTorch's products of matrices. "triton": this
@@ -156,6 +158,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    max_step_ms: float | None = None
     async_scheduling: bool | None = None
     enforce_eager: bool = False
     attention_backend: str | None = None
@@ -213,6 +216,13 @@ class EngineConfig:
             raise ValueError(
                 f"long_prefill_token_threshold={self.long_prefill_token_threshold} limits a chunk, and there are no "
                 "chunks: set it to 0, or set enable_chunked_prefill=True and enable_kv_cache=True"
+            )
+        if self.max_step_ms is not None and self.max_step_ms <= 0:
+            raise ValueError(f"max_step_ms={self.max_step_ms}: must be above 0")
+        if self.max_step_ms is not None and not (self.enable_chunked_prefill and self.enable_kv_cache):
+            raise ValueError(
+                f"max_step_ms={self.max_step_ms} limits a chunk, and there are no chunks: leave it out, or set "
+                "enable_chunked_prefill=True and enable_kv_cache=True"
             )
         if self.async_scheduling and not self.enable_kv_cache:
             raise ValueError(

@@ -24,6 +24,7 @@ from teachllm.core.in_flight import RequestUpdate
 from teachllm.core.request import FinishReason, Request
 from teachllm.core.scheduler import Scheduler
 from teachllm.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from teachllm.core.step_budget import StepBudget
 from teachllm.engine.host_drafting import HostDrafting
 from teachllm.engine.observability.engine_clock import EngineClock
 from teachllm.engine.observability.stats import StepCounter, StepStats
@@ -75,6 +76,9 @@ class EngineCore:
         self.scheduler = scheduler or Scheduler(
             config, executor.num_blocks, cache_root, draft_length=draft_length, **own
         )
+        self._step_budget: StepBudget | None = None
+        if config.max_step_ms is not None:
+            self._step_budget = StepBudget(self.scheduler.max_num_batched_tokens, config.max_step_ms / 1000)
         self._turn = overrides.turn or EngineCore.turn
         self.executor = executor
         self.recorder = recorder
@@ -169,6 +173,9 @@ class EngineCore:
     def launch(self) -> bool:
         """Plan a step and have it started; return False if no request can compute anything now."""
         start = self.clock()
+        if self._step_budget is not None:
+            num_decodes = sum(request.num_uncomputed_tokens <= 1 for request in self.scheduler.running)
+            self.scheduler.max_num_batched_tokens = self._step_budget.tokens(num_decodes)
         plan = self.scheduler.schedule()
         if self._check:
             invariants.check_plan(self.scheduler, plan)
@@ -215,8 +222,12 @@ class EngineCore:
         updates = self.scheduler.update(plan, result)
         if self._drafter is not None:
             self._drafter.propose(updates)
-        if self._draft_length is not None:
-            self._draft_length.time(plan, self.clock() - max(self._last_arrived, times.time))
+        if self._draft_length is not None or self._step_budget is not None:
+            seconds = self.clock() - max(self._last_arrived, times.time)
+            if self._draft_length is not None:
+                self._draft_length.time(plan, seconds)
+            if self._step_budget is not None:
+                self._step_budget.time(plan, seconds)
         self._last_arrived = self.clock()
         if self._counter is not None:
             self._counter.step(plan, updates)

@@ -267,3 +267,34 @@ def test_a_prompt_is_hashed_when_its_step_is_under_way(async_scheduling: bool) -
 
 def test_its_loop_runs_ahead_as_the_lesson_asks_of_its_readers() -> None:
     assert contract_turn(EngineCore.turn) == 6
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_bound_on_steps_makes_chunks_beside_decodes_short_and_changes_no_token(async_scheduling: bool) -> None:
+    """The bound is below what any step takes, so prompts get the fewest tokens once one has been timed."""
+    engine = make_engine(max_step_ms=1e-6, max_num_batched_tokens=64, async_scheduling=async_scheduling)
+    schedule, chunks = engine.core.scheduler.schedule, list[tuple[int, int]]()  # type: ignore[attr-defined]
+
+    def watched() -> Any:
+        plan = schedule()
+        lens = [each.num_tokens for each in plan.scheduled]
+        chunks.append((lens.count(1), sum(lens) - lens.count(1)))
+        return plan
+
+    engine.core.scheduler.schedule = watched  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [random_ids(60, seed=1), *(random_ids(70, seed=seed) for seed in (2, 3, 4))]
+    outputs = [engine.add_request("0", prompts[0], params)]
+    while not outputs[0].outputs[0].token_ids:
+        engine.step()
+    outputs += [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts[1:], 1)]
+    while engine.has_unfinished_requests:
+        engine.step()
+    free = make_engine()
+    expected = [free.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    while free.has_unfinished_requests:
+        free.step()
+    assert list(map(tokens, outputs)) == list(map(tokens, expected))
+    beside = [num_prompt_tokens for num_decodes, num_prompt_tokens in chunks if num_decodes and num_prompt_tokens]
+    assert beside and max(beside) == 32
+    assert max(num_prompt_tokens for num_decodes, num_prompt_tokens in chunks if not num_decodes) > 32
