@@ -11,9 +11,13 @@ that is built where there is no GPU.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
+
+from triton import knobs
 
 from teachllm.config import EngineConfig
 from teachllm.distributed.layout import layout_of
@@ -73,9 +77,10 @@ def compile_known(
         progress: called with (variants that are done, variants in all).
 
     Raises:
-        ValueError: as `variants_of`.
+        ValueError: as `variants_of`; or nothing can be written into the cache.
         RuntimeError: this process has initialized CUDA.
     """
+    check_cache_folder()
     variants = variants_of(config, gpu)
     outcomes: list[Compilation] = []
     for outcome in compile_in_processes(variants, gpu, num_processes or num_cores()):
@@ -85,6 +90,24 @@ def compile_known(
     failures = [f"{each.variant.name}: {each.error}" for each in outcomes if each.error is not None]
     num_cached = sum(each.was_cached for each in outcomes)
     return Compiled(gpu.target, len(outcomes) - num_cached - len(failures), num_cached, failures)
+
+
+def check_cache_folder() -> None:
+    """Check that Triton's cache can be written to.
+
+    Raises:
+        ValueError: it cannot; one line says why.
+    """
+    folder = Path(knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 16))
+    except OSError as error:
+        why = (error.strerror or type(error).__name__).lower()
+        raise ValueError(
+            f"kernels cannot be kept in {folder} ({why}): set TRITON_CACHE_DIR to another folder"
+        ) from error
 
 
 def num_cores() -> int:

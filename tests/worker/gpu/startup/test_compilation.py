@@ -10,11 +10,17 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton")
+
+from teachllm.config import EngineConfig
+from teachllm.worker.gpu.startup import compilation
+from teachllm.worker.gpu.startup.compilation import compile_known
+from teachllm_kernels.gpu_type import GPU_TYPES
+
 ROOT = Path(__file__).parents[4]
 
 
 def test_kernels_follow_from_settings_and_gpu() -> None:
-    pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
     program = Path(__file__).parent / "known_kernels.py"
@@ -30,3 +36,21 @@ def test_kernels_follow_from_settings_and_gpu() -> None:
     assert found["int4"].keys() - found["hopper"].keys() == {"_hopper_packed_linear", "_packed_gemv", "_dequantize"}
     assert found["stages"] == found["hopper"]  # the stages' together
     assert found["drafts"].keys() - found["hopper"].keys() >= {"_accept_drafts", "_propose", "_push_drafts"}
+
+
+def test_a_cache_that_cannot_be_written_to_is_refused_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "variants_of", lambda *_: pytest.fail("it goes on"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ValueError, match=r"file/cache \(not a directory\): set TRITON_CACHE_DIR to another"):
+        compile_known(EngineConfig(model="teachlm"), GPU_TYPES["sm_90"])
+
+    def full(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new"))
+    monkeypatch.setattr(compilation.tempfile, "TemporaryFile", full)
+    with pytest.raises(ValueError, match=r"new \(no space left on device\)"):
+        compile_known(EngineConfig(model="teachlm"), GPU_TYPES["sm_90"])
