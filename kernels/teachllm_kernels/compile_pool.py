@@ -12,10 +12,12 @@ A process that the compiler takes down (it is native code) costs the variant tha
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from teachllm_kernels._triton import triton
 from teachllm_kernels.gpu_type import GPUType
 from teachllm_kernels.variants import KernelVariant, compiled, target_of
 
-__all__ = ["Compilation", "compile_in_processes"]
+__all__ = ["Compilation", "cache_folder", "compile_in_processes"]
 
 
 class Compilation(NamedTuple):
@@ -41,6 +43,25 @@ class Compilation(NamedTuple):
     seconds: float
     was_cached: bool
     error: str | None
+
+
+def cache_folder() -> Path:
+    """Return the folder of Triton's cache.
+
+    Raises:
+        ValueError: nothing can be written into it; one line says why.
+    """
+    folder = Path(knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 16))
+    except OSError as error:
+        why = (error.strerror or type(error).__name__).lower()
+        raise ValueError(
+            f"kernels cannot be kept in {folder} ({why}): set TRITON_CACHE_DIR to another folder"
+        ) from error
+    return folder
 
 
 def compile_in_processes(variants: Sequence[KernelVariant], gpu: GPUType, num_processes: int) -> Iterator[Compilation]:

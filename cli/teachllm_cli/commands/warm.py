@@ -32,8 +32,6 @@ def warm(
     It needs no GPU: an image can be built with a warm cache. An engine that finds its kernels there starts in a few
     seconds. TRITON_CACHE_DIR says where the cache is.
     """
-    from triton import knobs
-
     from teachllm.engine import warm as module
 
     began = time.perf_counter()
@@ -43,7 +41,7 @@ def warm(
         notes().print(f"not compiled: {failure}", markup=False)
     answers().print(
         f"{found.num_compiled} kernels compiled for {found.target} in {time.perf_counter() - began:.0f} s, "
-        f"{found.num_cached} were there already: {knobs.cache.dir}",
+        f"{found.num_cached} were there already: {found.folder}",
         markup=False,
         soft_wrap=True,
     )

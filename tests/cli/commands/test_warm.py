@@ -21,16 +21,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     def compile_known(config: Any, gpu: Any, num_processes: int | None, progress: Any) -> Compiled:
         asked.append((config.model, config.quantization, gpu, num_processes))
         progress(1, 1)
-        return Compiled(gpu.target, 70, 3, ["_pick: OSError: [disk] full"] if config.quantization else [])
+        return Compiled(
+            gpu.target, 70, 3, "/somewhere/[cache]", ["_pick: OSError: [disk] full"] if config.quantization else []
+        )
 
     monkeypatch.setattr(compilation, "compile_known", compile_known)
     return asked
 
 
-def test_it_compiles_for_the_named_gpu_and_says_what_and_where(
-    teachllm: Any, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere/[cache]")
+def test_it_compiles_for_the_named_gpu_and_says_what_and_where(teachllm: Any, asked: list[tuple[Any, ...]]) -> None:
     result = teachllm("warm", "--gpu", "sm_90", "--processes", "3")
     assert asked == [("teachlm", None, GPU_TYPES["sm_90"], 3)]
     assert result.exit_code == 0

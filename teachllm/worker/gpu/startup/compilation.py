@@ -11,13 +11,9 @@ that is built where there is no GPU.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
-
-from triton import knobs
 
 from teachllm.config import EngineConfig
 from teachllm.distributed.layout import layout_of
@@ -25,7 +21,7 @@ from teachllm.models.model_config import load_model_config
 from teachllm.models.own_model import model_of_rank
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.gpu.startup.rehearsal import known_variants
-from teachllm_kernels.compile_pool import Compilation, compile_in_processes
+from teachllm_kernels.compile_pool import Compilation, cache_folder, compile_in_processes
 from teachllm_kernels.gpu_type import GPUType
 from teachllm_kernels.variants import KernelVariant
 
@@ -39,12 +35,14 @@ class Compiled(NamedTuple):
         target: the GPU's, that they were compiled for.
         num_compiled: that were compiled now.
         num_cached: that were in the cache before.
+        folder: where they are.
         failures: "kernel: why" of each that could not be compiled; the engine will try again when it launches it.
     """
 
     target: str
     num_compiled: int
     num_cached: int
+    folder: str
     failures: list[str]
 
 
@@ -80,7 +78,7 @@ def compile_known(
         ValueError: as `variants_of`; or nothing can be written into the cache.
         RuntimeError: this process has initialized CUDA.
     """
-    check_cache_folder()
+    folder = cache_folder()
     variants = variants_of(config, gpu)
     outcomes: list[Compilation] = []
     for outcome in compile_in_processes(variants, gpu, num_processes or num_cores()):
@@ -89,25 +87,7 @@ def compile_known(
             progress(len(outcomes), len(variants))
     failures = [f"{each.variant.name}: {each.error}" for each in outcomes if each.error is not None]
     num_cached = sum(each.was_cached for each in outcomes)
-    return Compiled(gpu.target, len(outcomes) - num_cached - len(failures), num_cached, failures)
-
-
-def check_cache_folder() -> None:
-    """Check that Triton's cache can be written to.
-
-    Raises:
-        ValueError: it cannot; one line says why.
-    """
-    folder = Path(knobs.cache.dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(1 << 16))
-    except OSError as error:
-        why = (error.strerror or type(error).__name__).lower()
-        raise ValueError(
-            f"kernels cannot be kept in {folder} ({why}): set TRITON_CACHE_DIR to another folder"
-        ) from error
+    return Compiled(gpu.target, len(outcomes) - num_cached - len(failures), num_cached, str(folder), failures)
 
 
 def num_cores() -> int:

@@ -5,7 +5,7 @@ has no context, rehearses the engine's steps, and forks. It needs nothing but th
 says on its standard output how far it has come, one JSON object per line:
 
     {"done": 12, "of": 83}
-    {"compiled": {"target": "sm_90", "num_compiled": 83, "num_cached": 0, "failures": []}}
+    {"compiled": {"target": "sm_90", "num_compiled": 83, "num_cached": 0, "folder": "...", "failures": []}}
     {"refused": "why"}
 """
 

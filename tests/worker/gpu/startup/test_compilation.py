@@ -51,6 +51,6 @@ def test_a_cache_that_cannot_be_written_to_is_refused_before_anything_is_compile
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new"))
-    monkeypatch.setattr(compilation.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
     with pytest.raises(ValueError, match=r"new \(no space left on device\)"):
         compile_known(EngineConfig(model="teachlm"), GPU_TYPES["sm_90"])

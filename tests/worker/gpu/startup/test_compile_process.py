@@ -20,7 +20,7 @@ from teachllm.worker.gpu.startup.compile_process import CompileProcess
 from teachllm_kernels.gpu_type import GPU_TYPES
 
 CONFIG, GPU = EngineConfig(model="teachlm", speculative_config={"method": "ngram"}), GPU_TYPES["sm_90"]
-DONE = Compiled("sm_90", 3, 1, ["_pick: OSError: full"])
+DONE = Compiled("sm_90", 3, 1, "/cache", ["_pick: OSError: full"])
 
 
 def in_place_of_python(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
