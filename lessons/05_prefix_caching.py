@@ -60,7 +60,7 @@ show(
     PrefixCache.hashes,
     {
         "request.cache_keys": "keys (an adapter, a cache salt) go into the first block only: its children inherit them",
-        "num_equal_blocks": "what an earlier request began with, too, is compared with it, which is faster than hashing",
+        "_beginnings.extend": "what an earlier request began with, too, is compared with it, which is faster than hashing",
         "hashes[-1], token_ids": "every further block hashes its parent's hash, and so all that stands before it",
     },
 )

@@ -7,6 +7,7 @@ in one line that names the setting to change.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -89,8 +90,9 @@ class EngineConfig:
             batch has finished).
         enable_chunked_prefill: a prompt may be computed over several steps.
         long_prefill_token_threshold: the most prompt tokens one request gets in a step; 0 is no limit.
-        max_step_ms: the longest that a step may take in which requests decode, and so the longest time between two of
-            their tokens; prompts get fewer tokens of it then, by what tokens were measured to take. None is no limit.
+        max_step_ms: how long a step should take at most in which requests decode, since it is the time between two of
+            their tokens: prompts get as many tokens of it as fit, by what tokens were measured to take. None is no
+            limit.
         async_scheduling: schedule the next step before the last one's tokens are known; None does so on a GPU.
         enforce_eager: no CUDA graphs; a CPU has none anyway.
         attention_backend: who computes attention. "reference" (CPU): PyTorch's products of matrices. "triton": this
@@ -217,8 +219,8 @@ class EngineConfig:
                 f"long_prefill_token_threshold={self.long_prefill_token_threshold} limits a chunk, and there are no "
                 "chunks: set it to 0, or set enable_chunked_prefill=True and enable_kv_cache=True"
             )
-        if self.max_step_ms is not None and self.max_step_ms <= 0:
-            raise ValueError(f"max_step_ms={self.max_step_ms}: must be above 0")
+        if self.max_step_ms is not None and not 0 < self.max_step_ms < math.inf:
+            raise ValueError(f"max_step_ms={self.max_step_ms}: must be above 0, and finite")
         if self.max_step_ms is not None and not (self.enable_chunked_prefill and self.enable_kv_cache):
             raise ValueError(
                 f"max_step_ms={self.max_step_ms} limits a chunk, and there are no chunks: leave it out, or set "

@@ -36,7 +36,7 @@ class Compilation(NamedTuple):
     Attributes:
         seconds: that it took.
         was_cached: it had been compiled before.
-        error: why it is not in the cache; None: it is.
+        error: why a launch will not find it in the cache, or will fail; None: it will find it.
     """
 
     variant: KernelVariant
@@ -82,19 +82,18 @@ def compile_in_processes(variants: Sequence[KernelVariant], gpu: GPUType, num_pr
             while waiting and len(at_work) < num_processes:
                 process, connection = _begin(variants, gpu, list(at_work))
                 at_work[connection] = process, waiting.pop()
-                connection.send(at_work[connection][1])
+                _sent(connection, at_work[connection][1])  # if it has ended already, reading from it says so
             for connection in [each for each in wait(list(at_work)) if isinstance(each, Connection)]:
                 process, index = at_work[connection]
                 try:
                     result = connection.recv()
                     has_ended = False
-                except EOFError:
+                except (EOFError, OSError):  # or was reset: it has not read what it was sent
                     process.join()
                     result = 0.0, False, f"its compiler's process ended with exit code {process.exitcode}"
                     has_ended = True
-                if waiting and not has_ended:
+                if waiting and not has_ended and _sent(connection, waiting[-1]):
                     at_work[connection] = process, waiting.pop()
-                    connection.send(at_work[connection][1])
                 else:
                     del at_work[connection]
                     connection.close()
@@ -105,6 +104,15 @@ def compile_in_processes(variants: Sequence[KernelVariant], gpu: GPUType, num_pr
             connection.close()
             process.kill()
             process.join()
+
+
+def _sent(connection: Connection, index: int) -> bool:
+    """Send a variant's index; return False if the process that should read it has ended."""
+    try:
+        connection.send(index)
+    except OSError:
+        return False
+    return True
 
 
 def _begin(

@@ -6,7 +6,9 @@ So what a user meets first is measured in a process that is started for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -45,9 +47,11 @@ def run_fresh(module: str, arguments: Sequence[str], folder: str, wanted: Sequen
     with errors.open("w") as stderr:
         start = time.perf_counter()
         command = [sys.executable, "-m", module, *arguments]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True) as process:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+        ) as process:
             assert process.stdout is not None
-            patience = threading.Timer(_LONGEST_S, process.kill)
+            patience = threading.Timer(_LONGEST_S, _kill_all, (process,))
             patience.start()
             try:
                 for line in process.stdout:
@@ -56,8 +60,14 @@ def run_fresh(module: str, arguments: Sequence[str], folder: str, wanted: Sequen
                 process.wait()
             finally:
                 patience.cancel()
-                process.kill()
+                _kill_all(process)
     if process.returncode or len(found) < len(wanted):
         last = (errors.read_text(errors="replace").strip() or "no word").splitlines()[-1]
         raise RuntimeError(f"the process of {module} ended with {process.returncode}: {last}")
     return found
+
+
+def _kill_all(process: subprocess.Popen[str]) -> None:
+    """End a program and all that it has started: these hold its output open."""
+    with contextlib.suppress(ProcessLookupError):  # all have ended
+        os.killpg(process.pid, signal.SIGKILL)

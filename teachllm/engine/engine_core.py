@@ -76,7 +76,8 @@ class EngineCore:
         self.scheduler = scheduler or Scheduler(
             config, executor.num_blocks, cache_root, draft_length=draft_length, **own
         )
-        self._step_budget: StepBudget | None = None
+        speculation, self._step_budget = config.speculative_config, None
+        self._decode_len = 1 if speculation is None else 1 + speculation.max_drafts
         if config.max_step_ms is not None:
             self._step_budget = StepBudget(self.scheduler.max_num_batched_tokens, config.max_step_ms / 1000)
         self._turn = overrides.turn or EngineCore.turn
@@ -175,7 +176,7 @@ class EngineCore:
         start = self.clock()
         if self._step_budget is not None:
             num_decodes = sum(request.num_uncomputed_tokens <= 1 for request in self.scheduler.running)
-            self.scheduler.max_num_batched_tokens = self._step_budget.tokens(num_decodes)
+            self.scheduler.max_num_batched_tokens = self._step_budget.tokens(num_decodes * self._decode_len)
         plan = self.scheduler.schedule()
         if self._check:
             invariants.check_plan(self.scheduler, plan)

@@ -30,7 +30,7 @@ class BoundModule(nn.Module):
         self.register_load_state_dict_post_hook(_bind_loaded)  # type: ignore[no-untyped-call]
 
     def bind(self) -> None:
-        """Set `operands` to those of the tensors that the layer has now, and look up the kernels for them."""
+        """Look up the kernels for `operands`. A layer whose tensors `to` moves sets these anew before."""
         raise NotImplementedError
 
     @property

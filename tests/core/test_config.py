@@ -50,7 +50,9 @@ from teachllm.speculative_config import SpeculativeConfig
             "long_prefill_token_threshold=8 limits a chunk, and there are no chunks: set it to 0, or set "
             "enable_chunked_prefill=True and enable_kv_cache=True",
         ),
-        ({"max_step_ms": 0.0}, "max_step_ms=0.0: must be above 0"),
+        ({"max_step_ms": 0.0}, "max_step_ms=0.0: must be above 0, and finite"),
+        ({"max_step_ms": float("inf")}, "max_step_ms=inf: must be above 0, and finite"),
+        ({"max_step_ms": float("nan")}, "max_step_ms=nan: must be above 0, and finite"),
         (
             {"max_step_ms": 20.0, "enable_chunked_prefill": False},
             "max_step_ms=20.0 limits a chunk, and there are no chunks: leave it out, or set "

@@ -116,7 +116,7 @@ def test_what_two_requests_begin_with_is_hashed_once() -> None:
     hashed.clear()
     cache.hashes(make_request(shared[:9]), 4)
     cache.hashes(make_request(shared), 20)  # the last one that began so was shorter
-    assert hashed[:2] == [0, 0] and hashed[2:] == shared[8::2]
+    assert hashed == [0, 0]
     hashed.clear()
     cache.hashes(make_request(shared, ("salt",)), 20)
     assert len(hashed) == 20  # another salt is another beginning
@@ -162,3 +162,21 @@ def test_equal_blocks_are_counted(num_equal: int) -> None:
     one = array("q", range(20))
     other = array("q", [token if token < 2 * num_equal else -1 for token in range(20)])
     assert num_equal_blocks(one, other, 2, 9) == num_equal
+
+
+def test_prompts_that_share_their_first_block_alone_are_remembered_side_by_side() -> None:
+    cache, hashed = counting_cache(2)
+    prompts = [[1, 2, *range(100 * i, 100 * i + 40)] for i in range(1, 6)]
+    for prompt in prompts[:4]:
+        cache.hashes(make_request(prompt), 21)
+    hashed.clear()
+    for prompt in prompts[:4]:
+        cache.hashes(make_request([*prompt, 7, 8]), 22)
+    assert hashed == [1, 7] * 4
+    cache.hashes(make_request(prompts[4]), 21)  # which takes the place of the oldest
+    hashed.clear()
+    for prompt in prompts[1:]:
+        cache.hashes(make_request(prompt), 21)
+    assert hashed == [1] * 4
+    cache.hashes(make_request(prompts[0]), 21)
+    assert len(hashed) == 4 + 21

@@ -18,7 +18,7 @@ def plan(num_decodes: int, num_prompt_tokens: int, num_drafts: int = 0) -> Sched
     return SchedulerOutput(0, decodes + prompt)
 
 
-def test_without_decodes_nobody_waits() -> None:
+def test_a_step_without_decodes_has_all_tokens() -> None:
     budget = StepBudget(16000, 0.02)
     assert budget.tokens(0) == 16000
     budget.time(plan(4, 1000), 5.0)
@@ -65,3 +65,19 @@ def test_steps_of_a_machine_with_noise_stay_near_their_bound() -> None:
     found.sort()
     assert found[len(found) // 2] == pytest.approx(0.020, rel=0.05)
     assert found[-1] < 0.025
+
+
+def test_a_slow_first_step_is_forgotten_where_prompts_never_stop() -> None:
+    """It had a kernel to compile."""
+    budget = StepBudget(16384, 0.020)
+    budget.time(plan(1, 0), 1.0)
+    for _ in range(30):
+        num_prompt_tokens = budget.tokens(8) - 8
+        budget.time(plan(8, num_prompt_tokens), 0.005 + num_prompt_tokens * 1e-5)
+    assert 1000 < budget.tokens(8) < 2000
+
+
+def test_a_clock_that_has_not_moved_breaks_nothing() -> None:
+    budget = StepBudget(16384, 0.020)
+    budget.time(plan(1, 100), 0.0)
+    assert budget.tokens(1) == 16384

@@ -5,8 +5,7 @@ known before the first request: it can be compiled, recorded and timed ahead.
 
     decodes   every padded number of requests, with every padded number of drafts
     prompts   a few short ones alone, which one graph holds
-    mixed     any others, up to the largest size that is padded
-    long      steps beyond that, which are never padded: one of each range in which the same kernels run
+    mixed     any others, up to the largest size that is padded; longer ones are never padded
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def compile_known(
         if progress is not None:
             progress(len(outcomes), len(variants))
     failures = [f"{each.variant.name}: {each.error}" for each in outcomes if each.error is not None]
-    num_cached = sum(each.was_cached for each in outcomes)
+    num_cached = sum(each.was_cached and each.error is None for each in outcomes)
     return Compiled(gpu.target, len(outcomes) - num_cached - len(failures), num_cached, str(folder), failures)
 
 

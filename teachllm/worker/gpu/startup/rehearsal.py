@@ -14,6 +14,7 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.models.model_config import ModelConfig
 from teachllm.spec_decode.load import DrafterConfig
+from teachllm.worker.gpu.cuda_graphs import GraphSizes
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.known_steps import VARIANTS, decode_steps, mixed_sizes, prompt_steps
@@ -23,7 +24,7 @@ from teachllm_kernels.dry_run import dry_run
 from teachllm_kernels.gpu_type import GPUType
 from teachllm_kernels.variants import KernelVariants
 
-_MOST_PROMPTS = 4  # of a mixed step: what lies behind so many is aligned in every way
+_MOST_UNALIGNED = 3  # int32 between two addresses that are multiples of 16 bytes
 _ALL_VARIANTS = ((False, False), (True, False), (True, True))  # of the sampler, without drafts
 
 
@@ -47,22 +48,27 @@ def rehearse(runner: MetaRunner, config: EngineConfig) -> None:
     """Run steps of each kind, as `GPUModelRunner` would execute, sample and draft for them."""
     sampled = _ALL_VARIANTS if config.speculative_config is None else VARIANTS
     decodes = decode_steps(runner.batch, is_adaptive=True).values()  # near its end, any request drafts less
-    for step in [*decodes, *prompt_steps(runner.batch.sizes)]:
-        for variant in sampled:
-            held = runner.graph_runner.full_key(step, variant)
-            if held is not None:
-                runner.graph_runner.full(*held, behind=[])
-    for step in mixed_steps(runner.batch):
+    for step in (*decodes, *prompt_steps(runner.batch.sizes), *mixed_steps(runner.batch)):
+        run_step(runner, step, sampled)
+
+
+def run_step(runner: MetaRunner, step: DeviceStep, sampled: Sequence[tuple[bool, bool]]) -> None:
+    """Run a step, and sample from it in several ways, see `Sampler.plain_variant`."""
+    held = [runner.graph_runner.full_key(step, variant) for variant in sampled] if step.sampling else [None]
+    if None in held:
         _run_mixed(runner, step, sampled)
+    for each in held:
+        if each is not None:
+            runner.graph_runner.full(*each, behind=[])
 
 
 def _run_mixed(runner: MetaRunner, step: DeviceStep, sampled: Sequence[tuple[bool, bool]]) -> None:
-    """Run a step that no graph holds, once, and sample from it in several ways."""
+    """Run a step that no graph holds, once."""
     graph_runner, drafting = runner.graph_runner, runner.drafting
-    indices = runner.batch.header.logit_index[: step.num_logits]
+    indices = runner.batch.header.logit_index[: step.num_logits] if step.sampling else None
     reads_all = drafting is not None and drafting.drafter is not None and drafting.drafter.reads_all_hidden
     hidden = graph_runner.mixed(step, None if reads_all else indices)
-    if runner.columns is None:
+    if runner.columns is None or indices is None:
         return
     chosen = hidden.index_select(0, indices) if reads_all else hidden
     logits = runner.model.logits(chosen, sharded=True, in_float32=False)
@@ -75,34 +81,53 @@ def _run_mixed(runner: MetaRunner, step: DeviceStep, sampled: Sequence[tuple[boo
 
 
 def mixed_steps(batch: DeviceBatch) -> Iterator[DeviceStep]:
-    """Yield mixed steps: of each padded size, and long ones; prompts alone, and beside decodes that verify drafts."""
-    sizes = batch.sizes
-    yield from (step for num_tokens in mixed_sizes(sizes) for step in _of_tokens(num_tokens, batch))
-    size = 2 * sizes.largest_mixed
+    """Yield mixed steps of each size, padded and long, and of each number of sequences.
+
+    Kernels differ by the number of tokens (products), by that of sequences (attention and its plan), and by where in a
+    tensor the prompts begin, behind the decodes. These three hardly depend on each other, so not all pairs are run.
+    """
+    sizes, long = batch.sizes, long_sizes(batch.sizes)
+    for num_tokens in (*mixed_sizes(sizes), *long):
+        yield from _of_sequences(num_tokens, 1, batch)
+    counts = {count - less for count in sizes.decodes() for less in range(_MOST_UNALIGNED + 1)} | {sizes.max_num_seqs}
+    for count in sorted(count for count in counts if count > 0):
+        for num_tokens in (sizes.largest_mixed, *long[:3]):
+            yield from _of_sequences(num_tokens, count, batch)
+    yield DeviceStep([0], [sizes.largest_mixed], [0], num_decodes=0, sampling=[])  # a chunk that is not the last
+    yield from (DeviceStep([0], [num_tokens], [0], num_decodes=0, sampling=[]) for num_tokens in long[:3])
+
+
+def long_sizes(sizes: GraphSizes) -> list[int]:
+    """Return numbers of tokens of steps that are never padded, from the least to the most; 16 divides some of them."""
+    found, size = {sizes.max_num_tokens}, sizes.largest_mixed + 16
     while size <= sizes.max_num_tokens:
-        for num_tokens in (size - 1, size, size + 1, size + 16):  # kernels for multiples of 16 are their own
-            if num_tokens <= sizes.max_num_tokens:
-                yield from _of_tokens(num_tokens, batch)
-        size += size // 2
+        found |= {size - 1, size, size + 1}
+        size += size // 2 // 16 * 16
+    return sorted(size for size in found if sizes.largest_mixed < size <= sizes.max_num_tokens)
 
 
-def _of_tokens(num_tokens: int, batch: DeviceBatch) -> Iterator[DeviceStep]:
-    """Yield steps of so many tokens: one to four prompts, and one prompt after a decode."""
-    most, max_num_seqs = batch.max_drafts, batch.sizes.max_num_seqs
-    for count in range(1, min(_MOST_PROMPTS, num_tokens, max_num_seqs) + 1):
-        lens = [num_tokens // count] * (count - 1)
-        rows, drafts = list(range(count)), [most] * count if most else []
+def _of_sequences(num_tokens: int, count: int, batch: DeviceBatch) -> Iterator[DeviceStep]:
+    """Yield steps of so many tokens: of `count` prompts alone, and of `count` decodes, or one less, and a prompt."""
+    most, sizes = batch.max_drafts, batch.sizes
+    if num_tokens > sizes.max_num_tokens:
+        return
+    if count <= num_tokens:
+        rows, lens = list(range(count)), [num_tokens // count] * (count - 1)
+        drafts = [most] * count if most else []
         yield DeviceStep(rows, [*lens, num_tokens - sum(lens)], [0] * count, 0, rows, num_next=drafts, most_next=most)
-    for num_drafts in sorted({0, most}):
-        if num_tokens > 1 + num_drafts and max_num_seqs > 1:
+    num_decodes = min(count, sizes.max_num_seqs - 1)
+    for num_drafts in sorted({0, *map(sizes.drafts, range(most + 1))}) if num_decodes else ():
+        rest = num_tokens - num_decodes * (1 + num_drafts)
+        if rest > 0:
+            rows = list(range(num_decodes + 1))
             yield DeviceStep(
-                rows=[0, 1],
-                query_lens=[1 + num_drafts, num_tokens - 1 - num_drafts],
-                starts=[1, 0],
-                num_decodes=1,
-                sampling=[0, 1],
-                num_drafts=[num_drafts, 0] if num_drafts else [],
-                num_next=[most, most] if most else [],
+                rows=rows,
+                query_lens=[*[1 + num_drafts] * num_decodes, rest],
+                starts=[*[1] * num_decodes, 0],
+                num_decodes=num_decodes,
+                sampling=rows,
+                num_drafts=[*[num_drafts] * num_decodes, 0] if num_drafts else [],
+                num_next=[most] * len(rows) if most else [],
                 decode_len=1 + num_drafts,
                 most_next=most,
             )

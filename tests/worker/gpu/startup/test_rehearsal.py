@@ -1,13 +1,19 @@
 """What an engine launches has been foreseen: a rehearsal on the meta device meets every variant of every kernel.
 
 The engine is an interpreted GPU's. A variant is told here as Triton tells it: by the types and the alignment of
-arguments, and by the values of constants.
+arguments, and by the values of constants. Steps of many requests and thousands of tokens are drawn at random instead,
+and launch nothing.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +34,7 @@ from tests.thorough import THOROUGH
 from tests.worker.engines import tiny
 from tests.worker.gpu.interpreted_gpu import interpret
 
+ROOT = Path(__file__).parents[4]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted here")
 PROMPTS = [[i * 7 % VOCAB_SIZE for i in range(start, start + count)] for start, count in ((0, 20), (3, 5), (40, 33))]
 PARAMS = [
@@ -89,3 +96,14 @@ def test_every_launch_of_an_engine_was_rehearsed(method: str | None, monkeypatch
     missed = {variant for variant in met - foreseen if variant[0] not in ON_A_CPU}
     assert not missed
     assert len({name for name, *_ in met}) >= 9
+
+
+def test_random_steps_launch_nothing_that_was_not_rehearsed() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
+    names = [] if THOROUGH else ["hopper", "few"]
+    command = [sys.executable, str(Path(__file__).parent / "random_steps.py"), *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [name for name, missed in json.loads(done.stdout).items() if missed] == []
+    assert len(json.loads(done.stdout)) == (5 if THOROUGH else 2)

@@ -1,0 +1,72 @@
+"""A program that draws steps at random, and prints, as JSON, which kernels they launch that no rehearsal has met.
+
+    python tests/worker/gpu/startup/random_steps.py [NAME ...]
+
+Names are of `SETTINGS`; by default all. Run without TRITON_INTERPRET: variants are told apart as Triton does it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from teachllm.config import EngineConfig
+from teachllm.models.model_config import load_model_config
+from teachllm.worker.gpu.device_step import DeviceStep
+from teachllm.worker.gpu.memory.meta_runner import MetaRunner
+from teachllm.worker.gpu.startup.rehearsal import rehearse, run_step
+from teachllm_kernels.dry_run import dry_run
+from teachllm_kernels.gpu_type import GPU_TYPES
+from teachllm_kernels.variants import KernelVariants
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "hopper": ("sm_90", {}),
+    "ampere": ("sm_80", {}),
+    "int4": ("sm_90", {"quantization": "int4"}),
+    "fp8": ("sm_90", {"quantization": "fp8"}),
+    "few": ("sm_90", {"max_num_seqs": 6, "max_num_batched_tokens": 700}),
+}
+NUM_STEPS = 150
+
+
+def draw(rng: random.Random, max_num_seqs: int, max_num_tokens: int) -> DeviceStep:
+    """Draw decodes and prompts, of which some may be chunks that do not sample yet."""
+    num_decodes = rng.choice([0, 1, 2, rng.randint(0, max_num_seqs - 1)])
+    num_prompts = min(rng.choice([1, 2, rng.randint(1, 40)]), max_num_seqs - num_decodes)
+    prompt_lens = [
+        rng.choice([rng.randint(1, 40), rng.randint(1, 600), rng.randint(1, 4000)]) for _ in range(num_prompts)
+    ]
+    lens = [1] * num_decodes + prompt_lens
+    while sum(lens) > max_num_tokens and len(lens) > 1:
+        lens.pop()
+    lens[-1] = min(lens[-1], max_num_tokens)
+    rows, num_decodes = list(range(len(lens))), min(num_decodes, len(lens))
+    sampling = rows if rng.random() < 0.6 else rows[:-1]
+    starts = [rng.randint(1, 900)] * num_decodes + [
+        rng.choice([0, 16, rng.randint(0, 900)]) for _ in rows[num_decodes:]
+    ]
+    return DeviceStep(rows, lens, starts, num_decodes, sampling)
+
+
+def missed(target: str, settings: dict[str, Any]) -> list[str]:
+    """Return the names of kernels whose variants were met by no rehearsal."""
+    config = EngineConfig(**settings)
+    model = load_model_config(config, "cuda")
+    config, gpu, rng = replace(config, device="cuda").resolve(model.max_model_len), GPU_TYPES[target], random.Random(1)
+    variants = KernelVariants(gpu)
+    with dry_run(gpu, variants.add), torch.inference_mode():
+        runner = MetaRunner(config, model)
+        rehearse(runner, config)
+        num_known, sizes = len(variants.by_key), runner.batch.sizes
+        for _ in range(NUM_STEPS):
+            run_step(runner, draw(rng, sizes.max_num_seqs, sizes.max_num_tokens), ((False, False), (True, True)))
+    return [variant.name for variant in list(variants.by_key.values())[num_known:]]
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: missed(*SETTINGS[name]) for name in sys.argv[1:] or SETTINGS}))
