@@ -18,7 +18,7 @@ def warm(
     num_processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Compiled:
-    """Compile every kernel that an engine may launch into Triton's cache, which its start then finds.
+    """Compile the kernels that an engine launches into Triton's cache, where its steps then find them.
 
     Args:
         target: of the GPU, as "sm_90"; None: that of the GPU which is here.

@@ -27,7 +27,7 @@ def warm(
         int | None, typer.Option(min=1, help="Compile in so many processes; by default one for each core, up to 16.")
     ] = None,
 ) -> None:
-    """Compile every kernel that an engine of these settings may launch, into Triton's cache; reads no weights.
+    """Compile the kernels that an engine of these settings launches, into Triton's cache; reads no weights.
 
     It needs no GPU: an image can be built with a warm cache. An engine that finds its kernels there starts in a few
     seconds. TRITON_CACHE_DIR says where the cache is.

@@ -1,11 +1,11 @@
-"""Compile, before there is a GPU's context, all kernels that an engine may launch.
+"""Compile, before there is a GPU's context, the kernels that an engine launches.
 
     describe   config.json says the model, the settings its steps; no weight is read
     rehearse   the steps run on the meta device, and each launch is noted (`rehearsal.py`)
     compile    as many processes as there are cores compile what was noted, into Triton's cache on disk
 
-An engine that starts after this finds every kernel in the cache. `teachllm warm` is this and nothing else, for an image
-that is built where there is no GPU.
+An engine that starts after this finds them in the cache; one that no rehearsal has met is compiled when a step first
+needs it. `teachllm warm` is this and nothing else, for an image that is built where there is no GPU.
 """
 
 from __future__ import annotations

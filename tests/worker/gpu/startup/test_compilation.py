@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,8 +15,10 @@ pytest.importorskip("triton")
 
 from teachllm.config import EngineConfig
 from teachllm.worker.gpu.startup import compilation
-from teachllm.worker.gpu.startup.compilation import compile_known
+from teachllm.worker.gpu.startup.compilation import Compiled, compile_known
+from teachllm_kernels.compile_pool import Compilation
 from teachllm_kernels.gpu_type import GPU_TYPES
+from teachllm_kernels.variants import KernelVariant
 
 ROOT = Path(__file__).parents[4]
 
@@ -54,3 +57,16 @@ def test_a_cache_that_cannot_be_written_to_is_refused_before_anything_is_compile
     monkeypatch.setattr("tempfile.TemporaryFile", full)
     with pytest.raises(ValueError, match=r"new \(no space left on device\)"):
         compile_known(EngineConfig(model="teachlm"), GPU_TYPES["sm_90"])
+
+
+def test_what_was_compiled_was_there_or_failed_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    variant = KernelVariant(SimpleNamespace(__name__="_pick"), {}, {}, {}, None)
+    outcomes = [(False, None), (True, None), (False, "too large"), (True, "too large"), (False, None)]
+    found = [Compilation(variant, 1.0, was_cached, error) for was_cached, error in outcomes]
+    monkeypatch.setattr(compilation, "variants_of", lambda *_: [variant] * len(found))
+    monkeypatch.setattr(compilation, "compile_in_processes", lambda *_: iter(found))
+    seen: list[tuple[int, int]] = []
+    result = compile_known(EngineConfig(model="teachlm"), GPU_TYPES["sm_90"], 2, lambda *so_far: seen.append(so_far))
+    assert result == Compiled("sm_90", 2, 1, str(tmp_path), ["_pick: too large"] * 2)
+    assert seen == [(done, 5) for done in range(1, 6)]
