@@ -29,8 +29,7 @@ def warm(
 ) -> None:
     """Compile the kernels that an engine of these settings launches, into Triton's cache; reads no weights.
 
-    It needs no GPU: an image can be built with a warm cache. An engine that finds its kernels there starts in a few
-    seconds. TRITON_CACHE_DIR says where the cache is.
+    It needs no GPU: an image can be built with a warm cache. TRITON_CACHE_DIR says where the cache is.
     """
     from teachllm.engine import warm as module
 
