@@ -86,13 +86,16 @@ def mixed_steps(batch: DeviceBatch) -> Iterator[DeviceStep]:
     Kernels differ by the number of tokens (products), by that of sequences (attention and its plan), and by where in a
     tensor the prompts begin, behind the decodes. These three hardly depend on each other, so not all pairs are run.
     """
-    sizes, long = batch.sizes, long_sizes(batch.sizes)
+    sizes, long, most = batch.sizes, long_sizes(batch.sizes), batch.max_drafts
     for num_tokens in (*mixed_sizes(sizes), *long):
-        yield from _of_sequences(num_tokens, 1, batch)
+        yield from _of_sequences(num_tokens, 1, batch, [most])
+    usual = [sizes.largest_mixed, *(size for size in long if size % 16 == 0)][:2]
+    for num_tokens in usual:
+        yield from _of_sequences(num_tokens, 1, batch, sorted({sizes.drafts(count) for count in range(most + 1)}))
     counts = {count - less for count in sizes.decodes() for less in range(_MOST_UNALIGNED + 1)} | {sizes.max_num_seqs}
     for count in sorted(count for count in counts if count > 0):
-        for num_tokens in (sizes.largest_mixed, *long[:3]):
-            yield from _of_sequences(num_tokens, count, batch)
+        for num_tokens in usual:
+            yield from _of_sequences(num_tokens, count, batch, sorted({0, most}))
     yield DeviceStep([0], [sizes.largest_mixed], [0], num_decodes=0, sampling=[])  # a chunk that is not the last
     yield from (DeviceStep([0], [num_tokens], [0], num_decodes=0, sampling=[]) for num_tokens in long[:3])
 
@@ -106,8 +109,12 @@ def long_sizes(sizes: GraphSizes) -> list[int]:
     return sorted(size for size in found if sizes.largest_mixed < size <= sizes.max_num_tokens)
 
 
-def _of_sequences(num_tokens: int, count: int, batch: DeviceBatch) -> Iterator[DeviceStep]:
-    """Yield steps of so many tokens: of `count` prompts alone, and of `count` decodes, or one less, and a prompt."""
+def _of_sequences(num_tokens: int, count: int, batch: DeviceBatch, lengths: Sequence[int]) -> Iterator[DeviceStep]:
+    """Yield steps of so many tokens: of `count` prompts alone, and of `count` decodes, or one less, and a prompt.
+
+    Args:
+        lengths: how many drafts each of the decodes verifies.
+    """
     most, sizes = batch.max_drafts, batch.sizes
     if num_tokens > sizes.max_num_tokens:
         return
@@ -116,7 +123,7 @@ def _of_sequences(num_tokens: int, count: int, batch: DeviceBatch) -> Iterator[D
         drafts = [most] * count if most else []
         yield DeviceStep(rows, [*lens, num_tokens - sum(lens)], [0] * count, 0, rows, num_next=drafts, most_next=most)
     num_decodes = min(count, sizes.max_num_seqs - 1)
-    for num_drafts in sorted({0, *map(sizes.drafts, range(most + 1))}) if num_decodes else ():
+    for num_drafts in lengths if num_decodes else ():
         rest = num_tokens - num_decodes * (1 + num_drafts)
         if rest > 0:
             rows = list(range(num_decodes + 1))
