@@ -1,10 +1,11 @@
-"""What a user meets first: from a process's start to ready, and a workload's first run beside later ones.
+"""Measure how long a start takes until the engine is ready, and compare a workload's first run with later runs.
 
     python3 benchmarks/first.py [--models qwen3-0.6b,qwen3-8b] [--workloads mixed,batch64] [--output FILE]
 
-For each model and workload two processes are started one after the other: the first finds no compiled kernels, the
-second those that the first has left. Each says when its engine is ready, runs the workload at once, and then five times
-more; the median of the last three is what it settles at. Random weights of the real shapes.
+For each model and workload the script starts two processes, one after the other. The first one starts with empty
+caches, and the second one uses the kernels that the first one compiled. Each process reports when its engine is ready,
+then runs the workload six times. The settled figure is the median of the last three runs. Weights are random, of the
+real shapes.
 """
 
 from __future__ import annotations

@@ -44,22 +44,22 @@ replacing_launches = RLock()
 
 
 class _DryRun(NamedTuple):
-    """Hold what the dry run of a thread was begun with; outside of any, what a meta device is taken for."""
+    """Hold what the dry run of a thread was begun with."""
 
     gpu: GPUType
-    on_launch: OnLaunch | None = None
-    is_on: bool = True
+    on_launch: OnLaunch | None
 
 
-_OUTSIDE = _DryRun(GPUType("", (0, 0), 0, 99 << 10), is_on=False)  # tiles as for the smallest Ampere
-_dry_run: ContextVar[_DryRun] = ContextVar("dry_run", default=_OUTSIDE)  # per thread
+_NO_GPU = GPUType("", (0, 0), 0, 99 << 10)  # tiles as for the smallest Ampere
+_dry_run: ContextVar[_DryRun | None] = ContextVar("dry_run", default=None)  # per thread
 
 
 def gpu_type(device: torch.device) -> GPUType:
     """Return the type of a GPU; the one for which the meta device stands; of any other device, one without a target."""
-    if device.type == "meta":
-        return _dry_run.get().gpu
-    return _type_of_gpu(device) if device.type == "cuda" else _OUTSIDE.gpu
+    if device.type == "cuda":
+        return _type_of_gpu(device)
+    dry = _dry_run.get() if device.type == "meta" else None
+    return _NO_GPU if dry is None else dry.gpu
 
 
 def _type_of_gpu(device: torch.device) -> GPUType:
@@ -122,7 +122,7 @@ def _launches_unless_dry(launch: Callable[..., Any]) -> Callable[..., Any]:
 
     def launch_or_not(self: Any, *args: Any, **options: Any) -> Any:
         dry = _dry_run.get()
-        if not dry.is_on:
+        if dry is None:
             return launch(self, *args, **options)
         if dry.on_launch is not None:
             dry.on_launch(self, *args, **options)

@@ -1,8 +1,7 @@
 """A cold start: from starting a process to its first token.
 
-A cold start finds empty caches, a warm one finds what the cold one before it left there. Each is a new process, so that
-imports, the device's context, compilation and graph capture are all counted, as they are for whoever waits for a
-service to come back.
+A cold start has empty caches; a warm start uses what the cold start before it compiled. Each is a new process, so the
+time includes imports, the device's context, compilation and graph capture, as it does when a service restarts.
 
 Run as a program, this module is that process: its argument is the engine's settings as JSON.
 """

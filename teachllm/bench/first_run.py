@@ -1,8 +1,8 @@
-"""What a workload yields the first time, right after an engine says that it is ready, beside what it yields later.
+"""Compare a workload's first run, right after an engine reports that it is ready, with its later runs.
 
-An engine may say so and still compile kernels or record CUDA graphs when a step first needs them. Benchmarks that warm
-up do not see that; a user has no warm-up. So the first run is measured in a process of its own: once with empty caches,
-once with those that it left.
+An engine may report that and still compile kernels or capture CUDA graphs when a step first needs them. A benchmark
+that warms up does not see this, and a user has no warm-up. So the first run is measured in two new processes: the first
+one starts with empty caches, and the second one uses what the first one compiled.
 
 Run as a program, this module is that process. Its arguments: the engine's settings as JSON, the workload's name, its
 parameters as JSON, and how many runs follow the first.
@@ -21,7 +21,7 @@ from teachllm.bench.batch import run_batch
 from teachllm.bench.fresh_process import run_fresh
 from teachllm.bench.workloads import WORKLOADS, Figures
 
-_WARM_UPS = 2  # of the runs after the first, those that do not count
+_WARM_UPS = 2  # runs after the first one that are not counted
 
 
 def first_run(

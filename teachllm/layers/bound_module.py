@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from teachllm_kernels.selection import Operands
+from teachllm_kernels.selection import Operands, card_of
 
 
 class BoundModule(nn.Module):
@@ -51,6 +51,19 @@ class BoundModule(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.bind()
         return self
+
+
+def matrix_operands(matrix: torch.Tensor, has_bias: bool = False) -> Operands:
+    """Return the operands of an unquantized matrix, [out, in]."""
+    num_out, num_in = matrix.shape
+    return Operands(
+        form="dense",
+        card=card_of(matrix.device),
+        dtype=matrix.dtype,
+        num_in=num_in,
+        num_out=num_out,
+        has_bias=has_bias,
+    )
 
 
 def _bind_loaded(layer: BoundModule, incompatible_keys: object) -> None:

@@ -20,12 +20,12 @@ from torch import nn
 
 from teachllm.distributed.group import ALONE, Group
 from teachllm.distributed.shards import ALL, Shard
-from teachllm.layers.bound_module import BoundModule
+from teachllm.layers.bound_module import BoundModule, matrix_operands
 from teachllm.layers.checkpoint_tensors import TensorDestination, joined
 from teachllm_kernels.linear.batch_invariant_gemm import batch_invariant_gemm_triton
 from teachllm_kernels.linear.dense_gemm import linear_reference, pack_weight, packed_linear, pays_to_pack
 from teachllm_kernels.linear.gemv import gemv_triton
-from teachllm_kernels.selection import Operands, at, bound, card_of
+from teachllm_kernels.selection import at, bound
 
 
 class Embedding(BoundModule):
@@ -54,17 +54,8 @@ class Embedding(BoundModule):
     def bind(self) -> None:
         """Look up the kernels that compute logits."""
         if self.packed is None:
-            num_out, num_in = self.weight.shape
-            self.operands = Operands(
-                form="dense",
-                card=card_of(self.weight.device),
-                dtype=self.weight.dtype,
-                num_in=num_in,
-                num_out=num_out,
-                is_fixed=self.is_fixed,
-            )
-        else:
-            self.operands = self.operands._replace(is_prepacked=True, is_fixed=self.is_fixed)
+            self.operands = matrix_operands(self.weight)
+        self.operands = self.operands._replace(is_prepacked=self.packed is not None, is_fixed=self.is_fixed)
         self._logits = bound("logits", self.operands, _LOGITS)
         self._scored = bound("float32_logits", self.operands, _LOGITS)
 

@@ -5,29 +5,21 @@ There are hundreds of variants, which take minutes: usually one of each kernel i
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.compiled import ROOT, run_compiled
 from tests.thorough import THOROUGH
 
-ROOT = Path(__file__).parent.parent.parent
 KERNELS = ROOT / "kernels" / "teachllm_kernels"
 
 
 def test_every_kernel_compiles(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(Path(__file__).parent / "compile_all.py"), *([] if THOROUGH else ["--one-each"])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    compiled = {target: set(names) for target, names in json.loads(done.stdout).items()}
+    program, arguments = Path(__file__).parent / "compile_all.py", [] if THOROUGH else ["--one-each"]
+    compiled = {target: set(names) for target, names in run_compiled(program, *arguments, cache=tmp_path).items()}
     entries = {name for file in KERNELS.rglob("*.py") for name in entry_points(file.read_text())}
     assert entries and compiled["sm_90"] == entries
     hoppers = {name for name in entries if name.startswith("_hopper")} | {"_plan_prefill"}

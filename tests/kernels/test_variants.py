@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.compiled import run_compiled
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `variants_and_pool.py` prints."""
     pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
-    command = [
-        sys.executable,
-        str(Path(__file__).parent / "variants_and_pool.py"),
-        str(tmp_path_factory.mktemp("cache")),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
+    program = Path(__file__).parent / "variants_and_pool.py"
+    result: dict[str, Any] = run_compiled(program, cache=tmp_path_factory.mktemp("cache"))
     return result
 
 

@@ -1,6 +1,6 @@
 """A program that compiles variants in processes and prints, as JSON, what came of it. Run without TRITON_INTERPRET.
 
-python tests/kernels/variants_and_pool.py CACHE_FOLDER
+TRITON_CACHE_DIR=FOLDER python tests/kernels/variants_and_pool.py
 """
 
 from __future__ import annotations
@@ -8,11 +8,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import sys
 from typing import Any
 from unittest import mock
-
-os.environ["TRITON_CACHE_DIR"] = sys.argv[1]
 
 import torch
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from teachllm.layers.bound_module import matrix_operands
 from teachllm.layers.norm import RMSNorm
 from teachllm.layers.weights.base import Rows, Weight
 from teachllm.layers.weights.bound_weight import BoundWeight, Launches
@@ -19,7 +20,7 @@ from teachllm_kernels.linear.gemv import gemv_triton
 from teachllm_kernels.linear.hopper_gated_linear import hopper_gated_linear
 from teachllm_kernels.linear.hopper_linear import hopper_linear
 from teachllm_kernels.linear.skinny_gemm import skinny_gemm_triton
-from teachllm_kernels.selection import AS_PRODUCT, Operands, at, card_of
+from teachllm_kernels.selection import AS_PRODUCT, at
 
 
 class DenseWeight(BoundWeight):
@@ -43,18 +44,8 @@ class DenseWeight(BoundWeight):
     def bind(self) -> None:
         """Look up the kernels that multiply this weight."""
         if self.packed is None:
-            num_out, num_in = self.weight.shape
-            self.operands = Operands(
-                form="dense",
-                card=card_of(self.weight.device),
-                dtype=self.weight.dtype,
-                num_in=num_in,
-                num_out=num_out,
-                has_bias=self._has_bias,
-                is_fixed=self.is_fixed,
-            )
-        else:
-            self.operands = self.operands._replace(is_prepacked=True, is_fixed=self.is_fixed)
+            self.operands = matrix_operands(self.weight, self._has_bias)
+        self.operands = self.operands._replace(is_prepacked=self.packed is not None, is_fixed=self.is_fixed)
         super().bind()
 
     def finish(self) -> None:

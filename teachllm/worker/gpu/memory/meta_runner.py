@@ -49,6 +49,8 @@ class MetaRunner:
 
     Attributes:
         batch: the rows of requests.
+        model, drafting, sampling, graph_runner: as of a `GPUModelRunner`; nothing is recorded.
+        columns: this rank's part of the vocabulary; None if another stage computes the logits.
         buffer_bytes: the bytes that the runner keeps from step to step beside weights and KV.
         shares_experts: whether other replicas have some of a mixture's experts.
     """
@@ -60,7 +62,7 @@ class MetaRunner:
         built = meta_model(config, model, ranks)
         all_specs = kv_cache_specs(model)
         specs = [all_specs[layer] for layer in built.layers]
-        self._built, self.shares_experts = built.model, ranks.experts.size > ranks.tensor.size
+        self.model, self.shares_experts = built.model, ranks.experts.size > ranks.tensor.size
         self._kv_caches = allocate_layers(specs, model.kv_dtype, 1, config.block_size, META)
         if model.has_quantized_kv:
             enable_kv_quantization(built.model, specs, META)
@@ -102,7 +104,7 @@ class MetaRunner:
             drafting=drafting,
             columns=self.columns,
         )
-        self.model, self.drafting = built.model, drafting
+        self.drafting = drafting
         self.sampling = GPUSampling(
             self.batch, sampler, drafting, None if speculation is None else speculation.synthetic_rate, columns
         )
@@ -135,7 +137,7 @@ class MetaRunner:
 
     def gated_operands(self) -> Iterator[Operands]:
         """Yield the operands by which each layer of gate and up, a drafter's included, chooses its kernels."""
-        modules = list(self._built.modules())
+        modules = list(self.model.modules())
         if self._drafter is not None:
             modules += self._drafter.module.modules()
         for module in modules:
@@ -144,7 +146,7 @@ class MetaRunner:
 
     def _routing(self) -> AbstractContextManager[object]:
         """Return the context in which a step of this model runs on meta tensors."""
-        experts = self._built.experts
+        experts = self.model.experts
         return nullcontext() if experts is None or not self.shares_experts else BalancedRouting(experts.top_k)
 
 

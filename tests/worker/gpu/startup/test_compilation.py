@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,17 +15,11 @@ from teachllm.worker.gpu.startup.compilation import Compiled, compile_known
 from teachllm_kernels.compile_pool import Compilation
 from teachllm_kernels.gpu_type import GPU_TYPES
 from teachllm_kernels.variants import KernelVariant
-
-ROOT = Path(__file__).parents[4]
+from tests.compiled import run_compiled
 
 
 def test_kernels_follow_from_settings_and_gpu() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
-    program = Path(__file__).parent / "known_kernels.py"
-    done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_compiled(Path(__file__).parent / "known_kernels.py")
     always = {"_append_tokens", "_gemv", "_paged_decode", "_pick", "_plan_decode", "_rms_norm", "_rope_kv_write"}
     always |= {"_scan", "_step_inputs", "_write_runs"}
     hoppers = {"_hopper_decode", "_hopper_linear", "_hopper_prefill", "_plan_prefill"}

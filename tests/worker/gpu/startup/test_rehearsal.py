@@ -8,10 +8,6 @@ and launch nothing.
 from __future__ import annotations
 
 import inspect
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +25,12 @@ from teachllm.worker.gpu.startup.rehearsal import rehearse
 from teachllm_kernels.dry_run import dry_run
 from teachllm_kernels.gpu_type import GPU_TYPES
 from tests.checkpoints import VOCAB_SIZE
+from tests.compiled import run_compiled
 from tests.spec_decode.drafters import speculation
 from tests.thorough import THOROUGH
 from tests.worker.engines import tiny
 from tests.worker.gpu.interpreted_gpu import interpret
 
-ROOT = Path(__file__).parents[4]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted here")
 PROMPTS = [[i * 7 % VOCAB_SIZE for i in range(start, start + count)] for start, count in ((0, 20), (3, 5), (40, 33))]
 PARAMS = [
@@ -97,11 +93,7 @@ def test_every_launch_of_an_engine_was_rehearsed(method: str | None, monkeypatch
 
 
 def test_random_steps_launch_nothing_that_was_not_rehearsed() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
     names = [] if THOROUGH else ["hopper", "few"]
-    command = [sys.executable, str(Path(__file__).parent / "random_steps.py"), *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert [name for name, missed in json.loads(done.stdout).items() if missed] == []
-    assert len(json.loads(done.stdout)) == (5 if THOROUGH else 2)
+    found = run_compiled(Path(__file__).parent / "random_steps.py", *names)
+    assert [name for name, missed in found.items() if missed] == []
+    assert len(found) == (5 if THOROUGH else 2)
