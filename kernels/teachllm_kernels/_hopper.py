@@ -41,9 +41,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 @per_device
 def num_multiprocessors(device: torch.device) -> int:
     """Return the GPU's number of multiprocessors; for a device that stands for none, an H200's."""
-    if device.type != "cuda":
-        return gpu_type(device).num_multiprocessors or PLACES
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return gpu_type(device).num_multiprocessors or PLACES
 
 
 def tile_map(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:

@@ -91,11 +91,7 @@ def launch_options(device: torch.device) -> dict[str, bool]:
 @per_device
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory per program; for a CPU, those of the smallest Ampere."""
-    if device.type != "cuda":
-        return gpu_type(device).shared_memory
-    index = torch.cuda.current_device() if device.index is None else device.index
-    most: int = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return most
+    return gpu_type(device).shared_memory
 
 
 @per_device

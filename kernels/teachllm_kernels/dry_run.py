@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import cache
 from threading import RLock
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -57,17 +58,17 @@ _dry_run: ContextVar[_DryRun | None] = ContextVar("dry_run", default=None)  # pe
 def gpu_type(device: torch.device) -> GPUType:
     """Return the type of a GPU; the one for which the meta device stands; of any other device, one without a target."""
     if device.type == "cuda":
-        return _type_of_gpu(device)
+        return _type_of_gpu(torch.cuda.current_device() if device.index is None else device.index)
     dry = _dry_run.get() if device.type == "meta" else None
     return _NO_GPU if dry is None else dry.gpu
 
 
-def _type_of_gpu(device: torch.device) -> GPUType:
+@cache
+def _type_of_gpu(index: int) -> GPUType:
     """Ask the driver."""
-    found, (major, minor) = torch.cuda.get_device_properties(device), compute_capability(device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    most = driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return GPUType(f"sm_{major}{minor}", (major, minor), found.multi_processor_count, most)
+    major, minor = torch.cuda.get_device_capability(index)
+    found = driver.active.utils.get_device_properties(index)
+    return GPUType(f"sm_{major}{minor}", (major, minor), found["multiprocessor_count"], found["max_shared_mem"])
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
