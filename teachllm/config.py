@@ -24,6 +24,7 @@ CHOICES = {
     "scheduling_policy": ("fcfs", "priority", "static"),
     "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "int8"),
     "attention_backend": (None, "reference", "triton", "sdpa", "flash_attn", "flashinfer"),
+    "startup": ("full", "fast"),
     "distributed_executor_backend": (None, "mp", "torchrun", "ray"),
 }
 _TYPES: dict[str, tuple[Callable[[Any], Any], str]] = {  # by their names in the class
@@ -106,6 +107,9 @@ class EngineConfig:
             cut. On a GPU; slower, since no kernel may suit itself to the batch.
         max_logprobs: the most `logprobs` a request may ask for; -1 is no limit.
         check_invariants: verify the scheduler's books after every step.
+        startup: what a GPU's engine does before it is ready. "full": compile every kernel that it may launch, and
+            record a CUDA graph for every size of step. "fast": record none, so that it is ready some seconds sooner; a
+            graph is recorded when its size comes up for the second time, while requests wait.
 
     Parallelism, see docs/parallelism.md:
         tensor_parallel_size: ranks that share every layer: each has some of its heads and a part of its widths.
@@ -167,6 +171,7 @@ class EngineConfig:
     batch_invariant: bool = False
     max_logprobs: int = 20
     check_invariants: bool = False
+    startup: str = "full"
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

@@ -36,23 +36,30 @@ def write_model_text(console: Console, text: str, style: str | None = None) -> N
         console.file.flush()
 
 
-@contextlib.contextmanager
-def loading_bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr while a model loads, gone when it has; nothing where stderr is not a terminal.
+_STAGES = {  # by the names of `teachllm.worker.startup_progress`
+    "weights": "loading weights",
+    "kernels": "compiling kernels",
+    "graphs": "recording CUDA graphs",
+}
 
-    Yields what to call with (bytes loaded, bytes in all). Until then the bar pulses: torch itself is loading.
+
+@contextlib.contextmanager
+def loading_bar(name: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr while an engine starts, gone when it is ready; nothing where stderr is not a terminal.
+
+    Yields what to call with (stage, how much is done, of what). Until then the bar pulses: torch itself is loading.
     """
     from rich.progress import BarColumn, Progress, TextColumn
 
-    texts = [TextColumn(text, markup=False) for text in ("loading {task.description}", "{task.fields[amount]}")]
+    texts = [TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[amount]}")]
     console = notes()
     with Progress(
         texts[0], BarColumn(), texts[1], console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task(name, total=None, amount="")
+        task = progress.add_task(f"loading {name}", total=None, amount="")
 
-        def update(num_loaded: int, num_bytes: int) -> None:
-            amount = f"{num_loaded / 2**20:.0f} of {num_bytes / 2**20:.0f} MiB"
-            progress.update(task, completed=num_loaded, total=num_bytes, amount=amount)
+        def update(stage: str, done: int, total: int) -> None:
+            amount = f"{done / 2**20:.0f} of {total / 2**20:.0f} MiB" if stage == "weights" else f"{done} of {total}"
+            progress.update(task, description=_STAGES[stage], completed=done, total=total, amount=amount)
 
         yield update

@@ -12,12 +12,10 @@ A process that the compiler takes down (it is native code) costs the variant tha
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +23,10 @@ from triton import knobs
 
 from teachllm_kernels._triton import triton
 from teachllm_kernels.gpu_type import GPUType
+from teachllm_kernels.kernel_cache import CachedKernel, cached_kernel, forget, is_whole_code
 from teachllm_kernels.variants import KernelVariant, compiled, target_of
 
-__all__ = ["Compilation", "cache_folder", "compile_in_processes"]
+__all__ = ["Compilation", "compile_in_processes"]
 
 
 class Compilation(NamedTuple):
@@ -37,31 +36,14 @@ class Compilation(NamedTuple):
         seconds: that it took.
         was_cached: it had been compiled before.
         error: why a launch will not find it in the cache, or will fail; None: it will find it.
+        kernel: where it is in the cache; None: it is not.
     """
 
     variant: KernelVariant
     seconds: float
     was_cached: bool
     error: str | None
-
-
-def cache_folder() -> Path:
-    """Return the folder of Triton's cache.
-
-    Raises:
-        ValueError: nothing can be written into it; one line says why.
-    """
-    folder = Path(knobs.cache.dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(1 << 16))
-    except OSError as error:
-        why = (error.strerror or type(error).__name__).lower()
-        raise ValueError(
-            f"kernels cannot be kept in {folder} ({why}): set TRITON_CACHE_DIR to another folder"
-        ) from error
-    return folder
+    kernel: CachedKernel | None
 
 
 def compile_in_processes(variants: Sequence[KernelVariant], gpu: GPUType, num_processes: int) -> Iterator[Compilation]:
@@ -90,7 +72,7 @@ def compile_in_processes(variants: Sequence[KernelVariant], gpu: GPUType, num_pr
                     has_ended = False
                 except (EOFError, OSError):  # or was reset: it has not read what it was sent
                     process.join()
-                    result = 0.0, False, f"its compiler's process ended with exit code {process.exitcode}"
+                    result = 0.0, False, f"its compiler's process ended with exit code {process.exitcode}", None
                     has_ended = True
                 if waiting and not has_ended and _sent(connection, waiting[-1]):
                     at_work[connection] = process, waiting.pop()
@@ -147,17 +129,30 @@ def _serve(connection: Connection, variants: Sequence[KernelVariant], gpu: GPUTy
             return
         began = time.perf_counter()
         error: str | None = None
+        kernel: CachedKernel | None = None
         hits.clear()
         try:
-            kernel = compiled(variants[index], target_of(gpu))
-            if kernel.metadata.shared > gpu.shared_memory:
-                error = (
-                    f"it needs {kernel.metadata.shared} bytes of shared memory, of which there are {gpu.shared_memory}"
-                )
-            _build_launcher(kernel)
+            kernel = _compile(variants[index], gpu)
         except Exception as raised:
             error = f"{type(raised).__name__}: {str(raised).strip().splitlines()[-1] if str(raised).strip() else ''}"
-        connection.send((time.perf_counter() - began, all(hits) and bool(hits), error))
+        connection.send((time.perf_counter() - began, all(hits) and bool(hits), error, kernel))
+
+
+def _compile(variant: KernelVariant, gpu: GPUType) -> CachedKernel:
+    """Compile a variant, and what launches it.
+
+    Raises:
+        Exception: whatever the compiler raises; or the GPU cannot run the kernel.
+    """
+    target = target_of(gpu)
+    kernel = compiled(variant, target)
+    if not is_whole_code(kernel.kernel):  # a file of the cache is damaged
+        forget(cached_kernel(kernel))
+        kernel = compiled(variant, target)
+    if (needed := kernel.metadata.shared) > gpu.shared_memory:
+        raise ValueError(f"it needs {needed} bytes of shared memory, of which there are {gpu.shared_memory}")
+    _build_launcher(kernel)
+    return cached_kernel(kernel)
 
 
 def _build_launcher(kernel: Any) -> None:

@@ -28,6 +28,7 @@ from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.worker.errors import FailedStepError
+from teachllm.worker.startup_progress import StartupProgress
 
 
 class AsyncLLM(EngineThread):
@@ -54,7 +55,7 @@ class AsyncLLM(EngineThread):
         *,
         own_process: bool = True,
         trace_sink: TraceSink | Sequence[TraceSink] | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: StartupProgress | None = None,
         **settings: Any,
     ) -> AsyncLLM:
         """Load a model, and serve it.

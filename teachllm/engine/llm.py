@@ -23,6 +23,7 @@ from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.spec_decode.drafter import Drafter
 from teachllm.worker.processes.child import uninterrupted
+from teachllm.worker.startup_progress import StartupProgress
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -33,7 +34,7 @@ class LLM:
     Args:
         model: a local folder, a hub id, or "teachlm".
         settings: any field of `EngineConfig`.
-        progress: called with (bytes loaded, bytes in all) while weights load.
+        progress: called with (stage, how much is done, of what), see `worker/startup_progress.py`.
         drafter: one of your own, see `spec_decode/drafter.py`.
 
     Raises:
@@ -44,7 +45,7 @@ class LLM:
         self,
         model: str = "teachlm",
         *,
-        progress: Callable[[int, int], None] | None = None,
+        progress: StartupProgress | None = None,
         drafter: Drafter | None = None,
         **settings: Any,
     ) -> None:

@@ -34,6 +34,7 @@ from teachllm.worker.device import select_device
 from teachllm.worker.executor import Executor, InProcessExecutor
 from teachllm.worker.processes.multiprocess import MultiprocessExecutor, Peers
 from teachllm.worker.runner import Runner
+from teachllm.worker.startup_progress import StartupProgress
 
 
 def make_core(
@@ -42,7 +43,7 @@ def make_core(
     needs_tokenizer: bool = True,
     recorder: Recorder | None = None,
     trace_sink: Callable[[str], None] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StartupProgress | None = None,
     make_executor: Callable[[EngineConfig, Executor[Any]], Executor[Any]] | None = None,
     drafter: Drafter | None = None,
     peers: Peers | None = None,

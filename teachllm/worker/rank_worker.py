@@ -7,7 +7,7 @@ in between they do by collectives. All know what was sampled in the end, and one
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from teachllm.worker.executor import InProcessExecutor
 from teachllm.worker.processes.plan_codec import SampledTokens
 from teachllm.worker.rank_watch import RankWatch, WatchedStep
 from teachllm.worker.runner import PendingOutput, ReadyOutput, Runner
+from teachllm.worker.startup_progress import StartupProgress
 
 
 class Worker:
@@ -35,7 +36,7 @@ class Worker:
         config: resolved for the model; `device` is this rank's own.
         coords: where it stands among the ranks.
         rendezvous: where they meet; None: it is alone.
-        progress: called with (bytes loaded, bytes in all) while weights load.
+        progress: called with (stage, how much is done, of what), see `worker/startup_progress.py`.
         times_steps: outputs say how long their steps took, on a GPU, and elsewhere what load experts had; and one of
             several ranks watches what it does.
 
@@ -51,7 +52,7 @@ class Worker:
         config: EngineConfig,
         coords: RankCoords,
         rendezvous: Rendezvous | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: StartupProgress | None = None,
         *,
         times_steps: bool = False,
     ) -> None:

@@ -29,6 +29,12 @@ def test_what_was_compiled_is_found_in_the_cache(found: dict[str, Any]) -> None:
     assert found["again"] == [{"cached": True, "error": None}] * 3
 
 
+def test_a_kernel_whose_code_is_damaged_is_noticed_and_compiled_again(found: dict[str, Any]) -> None:
+    assert found["whole"] == found["whole again"] == [True] * 3
+    assert found["damaged"].count(False) == 1 and found["forgotten"].count(False) == 1
+    assert found["mended"] == [False, True, True]
+
+
 def test_a_process_that_the_compiler_takes_down_costs_its_variant_alone(found: dict[str, Any]) -> None:
     crashed, failed, other = found["broken"]
     assert crashed["error"] == "its compiler's process ended with exit code 3"

@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from triton.runtime.cache import get_cache_manager
 
 from teachllm_kernels import compile_pool
 from teachllm_kernels.compile_pool import compile_in_processes
 from teachllm_kernels.dry_run import dry_run
 from teachllm_kernels.gpu_type import GPU_TYPES
+from teachllm_kernels.kernel_cache import CachedKernel, forget, is_whole
 from teachllm_kernels.silu_and_mul import silu_and_mul_triton
 from teachllm_kernels.variants import KernelVariant, KernelVariants, compiled
 
@@ -43,6 +46,14 @@ def outcomes(variants: list[KernelVariant], num_processes: int = 2) -> list[dict
     return [{"cached": each.was_cached, "error": each.error} for each in found]
 
 
+def damage(kernel: CachedKernel) -> None:
+    """Cut a kernel's code in half, as a machine may that loses power."""
+    files = get_cache_manager(kernel.key).get_group(f"{kernel.name}.json")
+    assert files is not None
+    (code,) = [Path(path) for path in files.values() if path.endswith(".cubin")]
+    code.write_bytes(code.read_bytes()[: code.stat().st_size // 2])
+
+
 def main() -> None:
     x = torch.empty(4 * 256 + 4, dtype=torch.bfloat16, device="meta")
     whole, shifted = x[: 4 * 256].view(4, 256), x[4:].view(4, 256)
@@ -53,6 +64,16 @@ def main() -> None:
         "first": outcomes(variants),
         "again": outcomes(variants, num_processes=8),
     }
+
+    kernels = [each.kernel for each in compile_in_processes(variants, GPU, 2) if each.kernel is not None]
+    found["whole"] = [is_whole(kernel) for kernel in kernels]
+    damage(kernels[0])
+    found["damaged"] = [is_whole(kernel) for kernel in kernels]
+    found["mended"] = sorted(each["cached"] for each in outcomes(variants))
+    found["whole again"] = [is_whole(kernel) for kernel in kernels]
+    forget(kernels[1])
+    found["forgotten"] = [is_whole(kernel) for kernel in kernels]
+    outcomes(variants)
 
     def compile_or_fail(variant: KernelVariant, target: Any) -> Any:
         if variant == variants[0]:

@@ -44,6 +44,7 @@ from teachllm.engine.text.token_texts import load_tokenizer
 from teachllm.sampling_params import SamplingParams
 from teachllm.worker.errors import EngineDeadError, FailedStepError
 from teachllm.worker.processes.child import only_here, refuse_elsewhere, uninterrupted
+from teachllm.worker.startup_progress import StartupProgress
 
 _SECONDS_TO_END = 4.0
 _LAST_WORDS = 100  # milliseconds that what a process said before it ended may take to be here
@@ -73,7 +74,7 @@ class CoreClient:
         config: EngineConfig,
         *,
         trace_sinks: Sequence[Callable[[str], None]] = (),
-        progress: Callable[[int, int], None] | None = None,
+        progress: StartupProgress | None = None,
         choose_replica: Callable[[Sequence[int], Sequence[int]], int] | None = None,
     ) -> None:
         num_replicas, self._in_lockstep = config.data_parallel_size, config.shares_experts
@@ -132,18 +133,19 @@ class CoreClient:
                     self._links.append(CoreLink(self._context, start, name, self.interrupt))
                 self._poller.register(self._links[-1].socket, zmq.POLLIN)
 
-    def _wait_until_ready(self, progress: Callable[[int, int], None] | None) -> list[Ready]:
+    def _wait_until_ready(self, progress: StartupProgress | None) -> list[Ready]:
         ready: dict[int, Ready] = {}
-        loaded = [0] * len(self._links)
+        done: dict[str, dict[int, int]] = {}  # of a stage, by replica
         while len(ready) < len(self._links):
             replica, message = self._receive() or (0, None)
             match message:
                 case Ready():
                     ready[replica] = message
                 case Loading():
-                    loaded[replica] = message.num_bytes
+                    so_far = done.setdefault(message.stage, {})
+                    so_far[replica] = message.done
                     if progress is not None:
-                        progress(sum(loaded), len(loaded) * message.total)
+                        progress(message.stage, sum(so_far.values()), len(self._links) * message.total)
                 case Refused():
                     raise RuntimeError(message.error) if message.is_fault else ValueError(message.error)
                 case Stepped():  # of a replica that is ready before another

@@ -17,6 +17,7 @@ from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.engine.observability.stats import StepStats
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling_params import SamplingParams
+from teachllm.worker.startup_progress import StartupStage
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -85,9 +86,10 @@ class Close(Message, frozen=True):
 
 
 class Loading(Message, frozen=True):
-    """So many bytes of weights are loaded."""
+    """So far it is on its way, as a `StartupProgress` is told."""
 
-    num_bytes: int
+    stage: StartupStage
+    done: int
     total: int
 
 

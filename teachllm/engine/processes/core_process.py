@@ -88,7 +88,7 @@ def main(address: str) -> None:
                 config,
                 needs_tokenizer=False,
                 trace_sink=lines.append if start.traces else None,
-                progress=lambda num_bytes, total: send(Loading(num_bytes, total)),
+                progress=lambda *progress: send(Loading(*progress)),
                 peers=peers,
             )
         except ValueError as error:

@@ -50,6 +50,7 @@ from teachllm.worker.memory_plan import plan_memory
 from teachllm.worker.prompt_logprobs import PromptLogprobs
 from teachllm.worker.rows import OpenedRow
 from teachllm.worker.runner import ReadyOutput
+from teachllm.worker.startup_progress import StartupProgress
 from teachllm_kernels.attention.kv_quantization import as_bytes
 from teachllm_kernels.sampling.philox import philox_uniform_reference
 
@@ -87,7 +88,7 @@ class ModelRunner:
 
     Args:
         config: resolved for the model.
-        progress: called with (bytes loaded, bytes in all) while weights load.
+        progress: called with (stage, how much is done, of what), see `worker/startup_progress.py`.
         drafter: with weights; None: there is none, or one on the host.
         ranks: that share the model; this runner has the part of one. All are given the same plans.
         attention, make_sampler: of `EngineOverrides`.
@@ -98,7 +99,7 @@ class ModelRunner:
         config: EngineConfig,
         model_config: ModelConfig,
         device: torch.device,
-        progress: Callable[[int, int], None] | None = None,
+        progress: StartupProgress | None = None,
         drafter: DrafterConfig | None = None,
         ranks: Ranks = ALONE,
         *,
@@ -115,7 +116,7 @@ class ModelRunner:
         self.memory = plan_memory(config, model_config, device, drafter)  # before any weight is read
         num_blocks = agreed_least(ranks.world, self.memory.num_blocks, device)
         self.memory = self.memory.of_blocks(num_blocks)
-        self.model: Model = load_model(whole, config, device, progress, ranks)
+        self.model: Model = load_model(whole, config, device, progress and partial(progress, "weights"), ranks)
         if ranks.coords.layout.pipeline > 1:
             self.model = Stage(self.model, ranks, whole.hidden_size, torch_dtype(whole.dtype))
         self._kv_caches = allocate_kv_cache(model_config, num_blocks, config.block_size, device)

@@ -29,7 +29,7 @@ from teachllm.layers.weak_tensor import weak_tensor
 from teachllm.worker.gpu.device_step import DeviceStep
 
 _LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
-_LARGEST_PROMPT_GRAPH = 8  # sequences in a graph of prompts alone
+_PROMPTS = (2, 8)  # sequences in a graph of prompts alone, with one of padding: one prompt, or a few
 _OTHERS_MAY_CALL = "thread_local"  # other threads wait for results, and NCCL's watches its operations, meanwhile
 
 AttentionCall = Callable[[AttentionMetadata], None]
@@ -104,11 +104,12 @@ class GraphSizes:
                 return None
             # What some have less than others is padding, and padding needs an owner.
             return size + (step.decode_len > 1), num_tokens
-        num_seqs = _padded_size(count + 1, self.max_num_seqs + 1)
-        if step.num_decodes or step.num_drafts or num_seqs > _LARGEST_PROMPT_GRAPH:
+        if step.num_decodes or step.num_drafts or step.num_tokens > self.largest_mixed:
             return None
-        if step.num_tokens > self.largest_mixed:
+        num_seqs = next((size for size in _PROMPTS if count < size), None)
+        if num_seqs is None:
             return None
+        num_seqs = min(num_seqs, self.max_num_seqs + 1)
         return num_seqs, _padded_size(step.num_tokens, self.max_num_tokens)
 
     @property

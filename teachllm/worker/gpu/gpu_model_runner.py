@@ -36,7 +36,7 @@ from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.worker.gpu.attention_inputs import GPUAttention
-from teachllm.worker.gpu.cuda_graphs import FullKey, Graphs
+from teachllm.worker.gpu.cuda_graphs import Graphs
 from teachllm.worker.gpu.device_batch import NUM_STEPS, DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.gpu_sampling import GPUSampling
@@ -47,6 +47,7 @@ from teachllm.worker.gpu.memory.measured import compare, measure_needs
 from teachllm.worker.gpu.memory.predicted import predict_needs
 from teachllm.worker.gpu.memory.sampling_needs import sampling_bytes
 from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
+from teachllm.worker.gpu.startup.compile_process import finish_compiling, start_compiling
 from teachllm.worker.kv_cache import (
     KVCache,
     allocate_kv_cache,
@@ -58,10 +59,8 @@ from teachllm.worker.kv_cache import (
 from teachllm.worker.kv_scales import calibrate, enable_kv_quantization
 from teachllm.worker.memory_plan import measured_plan, plan_memory
 from teachllm.worker.prompt_logprobs import PromptLogprobs
+from teachllm.worker.startup_progress import StartupProgress, nobody_listens
 from teachllm_kernels.attention.kv_move import KVMover
-from teachllm_kernels.compile_ahead import compiling_ahead
-
-_PROMPTS = (8, 32)  # tokens; batches of 2 to 8 and of 17 to 32 decodes have the same products
 
 
 class GPUModelRunner:
@@ -72,7 +71,7 @@ class GPUModelRunner:
         config: EngineConfig,
         model_config: ModelConfig,
         device: torch.device,
-        progress: Callable[[int, int], None] | None = None,
+        progress: StartupProgress | None = None,
         drafter: DrafterConfig | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -105,10 +104,13 @@ class GPUModelRunner:
         tree = None if speculation is None else DraftTree.of_config(speculation)
         if tree is not None and not tree.is_chain and not self._backend.splits_decodes:
             raise ValueError("batch_invariant verifies chains of drafts: leave speculative_token_tree out")
+        progress = progress or nobody_listens
+        is_first_here = ranks.coords.rank % config.num_local_ranks == 0  # of this machine's ranks
+        compiling = start_compiling(config, whole, drafter, device) if is_first_here else None
         prediction = predict_needs(config, model_config, device, drafter)  # before any weight is read
         predicted = plan_memory(config, model_config, device, drafter, prediction.needs)
         allocated = torch.cuda.memory_allocated(device)
-        self.model: Model = load_model(whole, config, device, progress, ranks)
+        self.model: Model = load_model(whole, config, device, partial(progress, "weights"), ranks)
         if layout.pipeline > 1:
             self.model = Stage(self.model, ranks, whole.hidden_size, torch_dtype(whole.dtype))
         draft_caches: KVCache = []
@@ -151,6 +153,9 @@ class GPUModelRunner:
             is_last_stage=ranks.coords.is_last_stage,
             is_eager=self._eager,
         )
+        if compiling is not None:
+            finish_compiling(compiling, partial(progress, "kernels"))
+        agreed_least(ranks.world, 0, device)  # the others wait for it
         self._allocate(config, drafter, 1, draft_caches)  # to measure with
         memory = self._measured(predicted, config, weights, free, total, prediction.unmeasured)
         self.memory = memory.of_blocks(agreed_least(ranks.world, memory.num_blocks, device))
@@ -161,6 +166,10 @@ class GPUModelRunner:
         # What lives as long as the engine need not be looked at by every collection, which stops a step for it.
         gc.collect()
         gc.freeze()
+        if config.startup == "full":
+            is_adaptive = speculation is not None and speculation.adaptive
+            with torch.cuda.device(device):
+                self._graph_runner.record_known(is_adaptive, partial(progress, "graphs"))
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> LaunchedStep:
@@ -242,35 +251,12 @@ class GPUModelRunner:
             unmeasured: activations that the largest step does not show, as predicted.
         """
         num_bytes = sampling_bytes(config, self._model_config)
-
-        def run() -> tuple[torch.Tensor, ...]:
-            self._compile_ahead(num_bytes)
-            return self._largest_step(self._kv_caches, num_bytes)
-
+        run = partial(self._largest_step, self._kv_caches, num_bytes)
         needs = measure_needs(predicted, run, self._device, total - free, self._eager)
         needs["activations"] = max(needs["activations"], unmeasured)
         measured = {"weights": weights, **needs}
         compare(predicted, measured)
         return measured_plan(predicted, config, free, measured)
-
-    @torch.inference_mode()
-    def _compile_ahead(self, num_sampling_bytes: int) -> None:
-        """Compile what an engine meets first, in parallel: the largest step, sampling, a decode, short prompts."""
-        batch = self._batch
-        with compiling_ahead(self._device):
-            _, *logits, _ = self._largest_step(self._kv_caches, num_sampling_bytes)
-            rows, known = batch.header.sample_rows[:1], batch.num_known
-            if logits:  # of the last stage: its own, and all
-                for variant in ((True, True), (True, False)):  # the first takes the longest of all
-                    self._sampling.tokens(logits[0][:1], rows, variant)
-                # What a request's penalties or bias have changed is in float32, and its rows are gathered.
-                self._sampler.sample_plain(logits[-1][:1].float(), rows.clone(), known, (True, True))
-            for num_tokens, num_decodes in ((1, 1), *((n, 0) for n in _PROMPTS)):
-                step = DeviceStep([0], [num_tokens], [0], num_decodes, sampling=[0])
-                shape = batch.sizes.full(step)
-                if shape is not None and self._backend.in_graphs:
-                    batch.send(step, *shape)
-                    self._graph_runner.full_step(FullKey(*shape, int(step.is_decode), (False, False), None))
 
     @torch.inference_mode()
     def _largest_step(self, kv_caches: KVCache, num_sampling_bytes: int) -> tuple[torch.Tensor, ...]:
@@ -302,7 +288,7 @@ class GPUModelRunner:
             if drafting is not None and not key.settles_drafts:
                 tokens = self._graph_runner.tokens_of(step, key.num_seqs, key.num_tokens)
                 to_draft = partial(drafting.propose, step, tokens, behind)
-            return self._launched(step, rows, variant, logits, None, to_draft)
+            return self._launched(step, rows, variant, logits if rows else None, None, to_draft)
         logits_indices = self._batch.header.logit_index[: len(rows)] if rows else None
         reads_all = drafting is not None and drafting.drafter is not None and drafting.drafter.reads_all_hidden
         hidden = self._graph_runner.mixed(step, None if scores or reads_all else logits_indices)

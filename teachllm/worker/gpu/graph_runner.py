@@ -4,7 +4,8 @@
     mixed    any other batch: everything between two attentions is one recorded piece
 
 Whether a graph can hold a step and whether one is captured is decided here and nowhere else. `GraphSizes` says what a
-step is padded to; `Graphs` only captures and replays. A batch size is captured on its second occurrence.
+step is padded to; `Graphs` only captures and replays. All that is known ahead (`known_steps.py`) is captured before the
+first request, or, where an engine is to start fast, a graph is captured when it is needed for the second time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from teachllm.worker.gpu.cuda_graphs import AttentionCall, FullKey, Graphs
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.gpu_sampling import GPUSampling
-from teachllm.worker.gpu.known_steps import VARIANTS, decode_steps, known_tokens
+from teachllm.worker.gpu.known_steps import (
+    ALL_VARIANTS,
+    VARIANTS,
+    decode_steps,
+    known_tokens,
+    mixed_sizes,
+    prompt_steps,
+)
 from teachllm.worker.gpu.spec_decode.capture_ahead import as_prior, per_token_behind, seconds_of
 from teachllm.worker.gpu.spec_decode.draft_progress import Behind
 from teachllm.worker.gpu.spec_decode.gpu_drafting import GPUDrafting
@@ -89,6 +97,8 @@ class GraphRunner:
             num_drafts: int | None = step.most_next
         else:
             num_drafts = None
+        if not decode_len:
+            variant = None  # prompts are sampled behind their graph: that is launched long before the device gets there
         shape = self._sizes.full(step)
         return None if shape is None else (step, FullKey(*shape, decode_len, variant, num_drafts))
 
@@ -112,6 +122,37 @@ class GraphRunner:
         self._batch.clear(key.num_seqs, key.num_tokens)
         return self._graphs.capture(key, lambda: self.full_step(key))
 
+    def known_keys(self, is_adaptive: bool) -> list[FullKey]:
+        """Return every full graph that may be needed, those with the most tokens first.
+
+        Args:
+            is_adaptive: as of `decode_steps`.
+        """
+        speculates = self._drafting is not None
+        decodes = decode_steps(self._batch, is_adaptive).values()
+        asked = [(step, variant) for step in decodes for variant in (VARIANTS if speculates else ALL_VARIANTS)]
+        asked += [(step, None) for step in prompt_steps(self._sizes)]
+        held = [self.full_key(step, variant) for step, variant in asked]
+        keys = dict.fromkeys(each[1] for each in held if each is not None)
+        return sorted(keys, key=lambda key: key.num_tokens, reverse=True)
+
+    @torch.inference_mode()
+    def record_known(self, is_adaptive: bool, progress: Callable[[int, int], None]) -> None:
+        """Capture all that may be needed, so that no request waits for a capture. The largest graph comes first: the
+        others find room in the memory that it has taken.
+
+        Args:
+            is_adaptive: as of `decode_steps`.
+            progress: called with (graphs that are recorded, graphs in all).
+        """
+        if self._eager or not self._backend.in_graphs:
+            return
+        records = [partial(self._capture, key) for key in self.known_keys(is_adaptive)]
+        records += [partial(self._capture_mixed, size) for size in reversed(mixed_sizes(self._sizes))]
+        for done, record in enumerate(records, start=1):
+            record()
+            progress(done, len(records))
+
     @torch.inference_mode()
     def record_ahead(self, sizes: Sequence[int], is_adaptive: bool, num_blocks: int) -> Prior | None:
         """Capture the decodes of an engine that speculates, and time them if lengths adapt. See `capture_ahead.py`.
@@ -134,7 +175,7 @@ class GraphRunner:
                 for variant in VARIANTS:
                     held = self.full_key(step, variant)
                     assert held is not None
-                    if self._capture(held[1]):
+                    if self._graphs.has(held[1]) or self._capture(held[1]):
                         recorded[size] = held[1]
             num_known = known_tokens(batch)
             if not is_adaptive or not num_known:
@@ -186,7 +227,7 @@ class GraphRunner:
         key = ("mixed", size)
         in_pieces = is_padded and self._graphs.has(key)
         if is_padded and not in_pieces and not self._eager and self._graphs.is_due(key):
-            in_pieces = self._capture_mixed(key, size)
+            in_pieces = self._capture_mixed(size)
         batch.send(step, padded_seqs, size)
         batch.build(padded_seqs, step.num_decodes)
         tokens = self.tokens_of(step, padded_seqs, size)
@@ -215,7 +256,7 @@ class GraphRunner:
         size = self._sizes.mixed(num_tokens) if self._is_padded(step) else num_tokens
         return len(step.rows) + (size > num_tokens), size
 
-    def _capture_mixed(self, key: tuple[str, int], size: int) -> bool:
+    def _capture_mixed(self, size: int) -> bool:
         """Capture a mixed step of `size` tokens, all padding meanwhile; return False if that fails."""
         batch = self._batch
         batch.slot_mapping[:size].fill_(-1)
@@ -225,7 +266,7 @@ class GraphRunner:
             metadata.outside = outside or (lambda call: None)
             return self._forward(size, metadata)
 
-        return self._graphs.capture_pieces(key, run)
+        return self._graphs.capture_pieces(("mixed", size), run)
 
     def tokens_of(self, step: DeviceStep, num_seqs: int, size: int) -> FlatBatch:
         """Return the flat batch of a mixed step that has been built."""

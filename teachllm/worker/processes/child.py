@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ _LIBRARY_SETTINGS = {
 }
 # What Python code may handle, and whose handler may raise in the middle of anything.
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+LENGTH = struct.Struct("=q")  # of what a child is told
 _STDERR = 2  # this process's own: `sys.stderr` may be a notebook's, or a test's, which is no file
 
 
@@ -47,6 +49,34 @@ def start_child(
         pass_fds=pass_fds,
         start_new_session=True,
     )
+
+
+def tell(child: subprocess.Popen[bytes], what: bytes) -> None:
+    """Write on a child's standard input, before anything else, what `what_to_do` returns there.
+
+    Raises:
+        BrokenPipeError: it has ended already.
+    """
+    assert child.stdin is not None
+    child.stdin.write(LENGTH.pack(len(what)) + what)
+    child.stdin.flush()
+
+
+def what_to_do() -> bytes:
+    """Return, in the child, what `tell` has written."""
+    (length,) = LENGTH.unpack(_read(LENGTH.size))
+    return _read(length)
+
+
+def _read(num_bytes: int) -> bytes:
+    """Read from standard input, not a byte more: after that it is the parent's sign of life."""
+    data = b""
+    while len(data) < num_bytes:
+        more = os.read(0, num_bytes - len(data))
+        if not more:
+            raise SystemExit(1)  # the parent has ended
+        data += more
+    return data
 
 
 def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:

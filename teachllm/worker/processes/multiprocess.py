@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from teachllm.config import EngineConfig
@@ -29,6 +29,7 @@ from teachllm.worker.processes.plan_codec import SampledTokens, decode_output, e
 from teachllm.worker.processes.rank_lines import RankLines, RankWork
 from teachllm.worker.processes.rank_processes import RankProcesses
 from teachllm.worker.processes.worker_process import ORDER, prior_of
+from teachllm.worker.startup_progress import StartupProgress
 
 _SECONDS_TO_COME_OUT = 20.0  # after a failed step: the time in which all come to the next message, or twice a step's
 _REMEMBERED = 64  # steps; a rank says that it has failed long before
@@ -73,7 +74,7 @@ class MultiprocessExecutor:
 
     Args:
         config: resolved for the model.
-        progress: called with (bytes loaded, bytes in all) while weights load, as rank 0 does.
+        progress: called as rank 0 gets on, with (stage, how much is done, of what), see `worker/startup_progress.py`.
         times_steps: as of `Worker`.
         peers: with which the ranks share experts; None: there are none.
 
@@ -89,7 +90,7 @@ class MultiprocessExecutor:
     def __init__(
         self,
         config: EngineConfig,
-        progress: Callable[[int, int], None] | None = None,
+        progress: StartupProgress | None = None,
         *,
         times_steps: bool = False,
         peers: Peers | None = None,

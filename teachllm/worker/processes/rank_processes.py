@@ -30,9 +30,9 @@ from teachllm.distributed.ring import RingWriter
 from teachllm.distributed.spin_wait import spin_seconds, spin_until
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.answers import Listener
-from teachllm.worker.processes.child import how_it_ended, only_here, refuse_elsewhere, start_child, uninterrupted
+from teachllm.worker.processes.child import how_it_ended, only_here, refuse_elsewhere, start_child, tell, uninterrupted
 from teachllm.worker.processes.rank_lines import Frame, RankWork, whole
-from teachllm.worker.processes.worker_process import LENGTH, WorkerStart
+from teachllm.worker.processes.worker_process import WorkerStart
 
 _SECONDS_TO_END = 4.0
 _SECONDS_TO_DIE = 5.0  # from a closed pipe to the end of its process
@@ -101,11 +101,8 @@ class RankProcesses:
         place = (rank, work.replica)
         layout = astuple(layout_of(config))
         start = WorkerStart(asdict(config), layout, place, meeting, tuple(end), answers_end, work.times_steps)
-        data = json.dumps(start).encode()
-        assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, as will be noticed
-            process.stdin.write(LENGTH.pack(len(data)) + data)
-            process.stdin.flush()
+            tell(process, json.dumps(start).encode())
 
     def write(self, message: bytes) -> None:
         """Implement `RankLines.write`."""

@@ -15,7 +15,6 @@ import contextlib
 import gc
 import json
 import logging
-import os
 import struct
 import threading
 from queue import SimpleQueue
@@ -34,14 +33,13 @@ from teachllm.distributed.spin_wait import spin_seconds
 from teachllm.spec_decode.step_times import Prior
 from teachllm.worker.processes.agreement import facts_of
 from teachllm.worker.processes.answers import Answers, Kind
-from teachllm.worker.processes.child import end_with_the_parent, leave_signals_to_the_parent
+from teachllm.worker.processes.child import end_with_the_parent, leave_signals_to_the_parent, what_to_do
 from teachllm.worker.processes.plan_codec import decode_plan, encode_output
 from teachllm.worker.rank_watch import WatchedStep
 from teachllm.worker.rank_worker import Worker
 from teachllm.worker.runner import PendingOutput
 
 log = logging.getLogger(__name__)
-LENGTH = struct.Struct("=q")  # of what standard input begins with
 ORDER = struct.Struct("=?q")  # how a message of the ring begins: whether it is a plan (else a call), and its number
 
 
@@ -172,7 +170,7 @@ def one_line(error: BaseException) -> str:
 def main() -> None:
     """Load what standard input describes, then work until the ring ends."""
     leave_signals_to_the_parent()
-    start = WorkerStart(*json.loads(_read_start()))
+    start = WorkerStart(*json.loads(what_to_do()))
     end_with_the_parent()
     config = EngineConfig(**start.config)
     answers, ring = Answers(start.answers), RingReader(RingEnd(*start.ring), spin_seconds(config))
@@ -197,7 +195,7 @@ def _load(start: WorkerStart, config: EngineConfig, answers: Answers) -> Worker 
             config,
             Layout(*start.layout).coords(*start.place),
             rendezvous,
-            lambda num_bytes, total: answers.say(Kind.LOADING, [num_bytes, total]),
+            lambda *progress: answers.say(Kind.LOADING, progress),
             times_steps=start.times_steps,
         )
     except ValueError as error:
@@ -215,21 +213,6 @@ def _log(what: str, error: Exception) -> None:
     """Record an error with its traceback, unless the ranks could not exchange something: as a rule another rank has
     ended, and the cause is not here. What was to be exchanged is reported, as every failure."""
     log.log(logging.DEBUG if isinstance(error, CollectiveError) else logging.ERROR, what, exc_info=error)
-
-
-def _read_start() -> bytes:
-    (length,) = LENGTH.unpack(_read(LENGTH.size))
-    return _read(length)
-
-
-def _read(num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        more = os.read(0, num_bytes - len(data))
-        if not more:
-            raise SystemExit(1)  # the parent has ended
-        data += more
-    return data
 
 
 if __name__ == "__main__":

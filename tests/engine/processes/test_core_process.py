@@ -202,11 +202,11 @@ def test_what_a_replica_dies_of_while_another_one_loads_is_told(monkeypatch: pyt
 
 def test_a_trace_comes_across_and_is_written_there(tmp_path: Path) -> None:
     lines: list[str] = []
-    path, seen = tmp_path / "run.jsonl", list[tuple[int, int]]()
+    path, seen = tmp_path / "run.jsonl", list[tuple[str, int, int]]()
     with closing(make_remote(trace_sink=lines.append, trace_path=str(path), progress=lambda *n: seen.append(n))) as e:
         e.add_request("a", random_ids(9), GREEDY)
         drain(e)
-    assert seen and seen[-1][0] == seen[-1][1] > 0
+    assert seen and seen[-1][0] == "weights" and seen[-1][1] == seen[-1][2] > 0
     assert path.read_text().splitlines() == lines
     events = [json.loads(line)["event"] for line in lines]
     assert events[:2] == ["header", "arrival"] and events.count("step") == 20

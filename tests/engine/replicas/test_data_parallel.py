@@ -236,7 +236,7 @@ def test_what_is_refused_names_the_numbers_and_disturbs_nobody(two: LLM) -> None
 
 
 def test_each_replica_writes_a_trace_of_its_own_and_closing_ends_all(tmp_path: Path) -> None:
-    lines, loaded = ([], []), list[tuple[int, int]]()
+    lines, loaded = ([], []), list[tuple[str, int, int]]()
     config = EngineConfig(**tiny(data_parallel_size=2, trace_path=str(tmp_path / "run.jsonl")))
     sinks = [each.append for each in lines]
     engine = Engine(config, trace_sink=sinks, progress=lambda *counts: loaded.append(counts))
@@ -247,7 +247,7 @@ def test_each_replica_writes_a_trace_of_its_own_and_closing_ends_all(tmp_path: P
         while engine.has_unfinished_requests:
             engine.step()
     assert ended(engine) == [0, 0]
-    assert loaded[-1][0] == loaded[-1][1] > 0
+    assert loaded[-1][0] == "weights" and loaded[-1][1] == loaded[-1][2] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-0.jsonl", "run-1.jsonl"]
     for index, names in enumerate(("ac", "bd")):
         path = tmp_path / f"run-{index}.jsonl"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ class _Graphs(Graphs):
 
 class InterpretedRunner(GPUModelRunner):
     def __init__(self, config: Any, model: Any, device: torch.device, *more: Any, **by_name: Any) -> None:
-        super().__init__(config, model, INTERPRETED, *more, **by_name)
+        super().__init__(replace(config, startup="fast"), model, INTERPRETED, *more, **by_name)
 
     def _measured(self, predicted: MemoryPlan, *measured: Any) -> MemoryPlan:
         return predicted
@@ -102,6 +103,7 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GPUAttention, "kernel_of", lambda attention, num_seqs: "paged_decode")
     patch.setattr(gpu_model_runner, "select_backend", lambda *needs: TritonBackend())
     patch.setattr(gpu_model_runner, "Graphs", _Graphs)
+    patch.setattr(gpu_model_runner, "start_compiling", lambda *engine: None)
     patch.setattr(gpu_model_runner, "predict_needs", lambda *engine: PredictedNeeds({}, 0))  # a CPU's plan estimates
     patch.setattr(sampler, "draws_by_kernel", lambda device: device == INTERPRETED)
     patch.setattr(make_core, "ModelRunner", InterpretedRunner)

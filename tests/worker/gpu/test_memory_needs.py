@@ -28,7 +28,7 @@ from teachllm.models.own_model import model_of_rank
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.memory import meta_model
-from teachllm.worker.gpu.memory.graph_needs import has_graphs, num_recordings
+from teachllm.worker.gpu.memory.graph_needs import has_graphs
 from teachllm.worker.gpu.memory.live_bytes import LiveBytes
 from teachllm.worker.gpu.memory.measured import compare
 from teachllm.worker.gpu.memory.meta_model import meta_ranks, representative_layers
@@ -438,9 +438,10 @@ def test_recordings_are_counted_by_the_largest_and_not_at_all_when_there_are_non
 @pytest.mark.parametrize(
     ("speculation", "num_layers"),
     [
-        # Without drafts and with four, each with two ways of sampling; a drafter of 2 layers runs once for each draft.
-        ({"method": "ngram"}, 2 * 2 * 6),
-        ({"method": "draft_model", "model": "teachlm-draft"}, 2 * (2 * 6 + 4 * 2)),
+        # Without drafts and with four, each with two ways of sampling, where it was one with four ways; a drafter of 2
+        # layers runs once for each draft.
+        ({"method": "ngram"}, 0),
+        ({"method": "draft_model", "model": "teachlm-draft"}, 2 * 4 * 2),
     ],
 )
 def test_what_speculation_records_ahead_is_counted(speculation: dict[str, Any], num_layers: int) -> None:
@@ -464,15 +465,6 @@ def test_a_recording_that_dequantizes_has_room_for_it(tmp_path: Path) -> None:
     more = predicted(quantized, described, HOPPER)["graphs"] - predicted(config, model, HOPPER)["graphs"]
     dequantized = 2 * (2 * 12288 * 4096)
     assert dequantized - 2 * 512 * 12288 <= more <= dequantized  # its peak may be where gate and up are not gated yet
-
-
-def test_every_size_of_every_kind_of_graph_is_counted() -> None:
-    config = EngineConfig(device="cuda").resolve(4096)
-    # Decodes of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ... 256 sequences; 1 to 512 tokens, in 23 sizes, of 2, 4 or 8
-    # sequences, of which at least 1, 2 or 4 are no padding and have a token each; and as many tokens of any.
-    assert num_recordings(config) == 15 + (23 + 22 + 21) + 23
-    small = replace(config, max_num_seqs=4, max_num_batched_tokens=4)
-    assert num_recordings(small) == 3 + (3 + 2 + 1) + 3  # four prompts and the padding, of a token each
 
 
 def test_only_backends_that_can_be_recorded_have_graphs() -> None:

@@ -24,7 +24,7 @@ from teachllm.engine.processes import core_link, core_process
 from teachllm.engine.processes.core_messages import FromCore, Start, decode_to_core, encode
 from teachllm.worker import rank_worker
 from teachllm.worker.processes import rank_processes, worker_process
-from teachllm.worker.processes.child import start_child
+from teachllm.worker.processes.child import LENGTH, start_child
 from teachllm.worker.processes.rank_lines import RankWork
 from tests.distributed.threads import abort_meetings, connected_in_threads
 from tests.waiting import HANG_SECONDS
@@ -141,20 +141,17 @@ def ranks_in_threads(patch: pytest.MonkeyPatch) -> None:
         assert module == worker_process.__name__
         return ChildThread(lambda child: worker_process.main(), pass_fds)
 
-    def read_start() -> bytes:
+    def what_to_do() -> bytes:
         child: ChildThread = _current.child
-        start = worker_process.WorkerStart(*json.loads(child.read(*_LENGTH.unpack(child.read(_LENGTH.size)))))
+        start = worker_process.WorkerStart(*json.loads(child.read(*LENGTH.unpack(child.read(LENGTH.size)))))
         meeting = start.rendezvous and (*start.rendezvous[:2], child.copy(start.rendezvous[2]))
         ring = (*map(child.copy, start.ring[:3]), *start.ring[3:])
         return json.dumps(start._replace(rendezvous=meeting, ring=ring, answers=child.copy(start.answers))).encode()
 
     _be_harmless(patch, worker_process)
     patch.setattr(rank_processes, "start_child", start)
-    patch.setattr(worker_process, "_read_start", read_start)
+    patch.setattr(worker_process, "what_to_do", what_to_do)
     patch.setattr(rank_worker, "connected", connected_in_threads)
-
-
-_LENGTH = worker_process.LENGTH
 
 
 def cores_in_threads(patch: pytest.MonkeyPatch) -> None:

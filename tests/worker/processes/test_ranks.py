@@ -23,9 +23,10 @@ from teachllm.engine.llm_engine import Engine
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes import rank_processes
 from teachllm.worker.processes.answers import Answers, Kind
+from teachllm.worker.processes.child import LENGTH
 from teachllm.worker.processes.multiprocess import MultiprocessExecutor
 from teachllm.worker.processes.rank_processes import RankProcesses
-from teachllm.worker.processes.worker_process import LENGTH, WorkerStart
+from teachllm.worker.processes.worker_process import WorkerStart
 from tests.processes import num_descriptors
 from tests.waiting import wait_for
 from tests.worker.engines import VARIED, drain, make_engine, random_ids, tiny, tokens
@@ -239,12 +240,12 @@ def test_what_was_sampled_elsewhere_must_be_learned() -> None:
 
 
 def test_progress_is_told_and_closing_leaves_nothing_behind() -> None:
-    before, seen = open_descriptors(), list[tuple[int, int]]()
+    before, seen = open_descriptors(), list[tuple[str, int, int]]()
     settings = tiny(**TWO)
     config = EngineConfig(**settings | {"model": Path(settings["model"])})
     engine = Engine(config, progress=lambda *numbers: seen.append(numbers))
     assert engine.config.model == settings["model"]
-    assert seen[-1][0] == seen[-1][1] > 0 and engine.core.executor.num_blocks == 120
+    assert seen[-1][0] == "weights" and seen[-1][1] == seen[-1][2] > 0 and engine.core.executor.num_blocks == 120
     ranks = ranks_of(engine)
     run(engine, [GREEDY])
     engine.close()

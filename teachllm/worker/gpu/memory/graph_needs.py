@@ -11,8 +11,7 @@ from teachllm.layers.dtypes import dtype_bytes
 from teachllm.models.model_config import ModelConfig
 from teachllm.spec_decode.load import DrafterConfig
 from teachllm.spec_decode.tree import DraftTree
-from teachllm.worker.gpu.cuda_graphs import GraphSizes
-from teachllm.worker.gpu.known_steps import VARIANTS, decode_steps, mixed_sizes, prompt_steps
+from teachllm.worker.gpu.known_steps import mixed_sizes
 from teachllm.worker.gpu.memory.meta_runner import MetaRunner
 from teachllm_kernels.sampling.random_sample import workspace_bytes
 
@@ -28,36 +27,23 @@ def has_graphs(config: EngineConfig) -> bool:
 def graph_bytes(
     config: EngineConfig, model: ModelConfig, runner: MetaRunner, drafter: DrafterConfig | None = None
 ) -> int:
-    """Return the bytes that all recordings hold, those included that an engine with speculation records ahead."""
+    """Return the bytes that the recordings of all sizes hold, whether they are made ahead or when they are needed."""
     num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert num_seqs and num_tokens
-    size, largest = dtype_bytes(model.dtype), GraphSizes(num_seqs, num_tokens).largest_mixed
+    size, batch, speculation = dtype_bytes(model.dtype), runner.batch, config.speculative_config
     most = num_seqs + 1  # with one of padding
-    num_layers = num_recordings(config) * model.num_layers
-    if config.speculative_config is not None:
-        tree, batch = DraftTree.of_config(config.speculative_config), runner.batch
+    keys = runner.graph_runner.known_keys(speculation is not None and speculation.adaptive)
+    num_layers = (len(keys) + len(mixed_sizes(batch.sizes))) * model.num_layers
+    if speculation is not None:
         # Steps that verify drafts are recorded when they are needed, too, up to what the most requests may verify.
         verified = [count * (1 + batch.max_drafts) for count in batch.sizes.decodes()]
         most = max(most, *(1 + count for count in verified if count <= num_tokens))
-        steps = decode_steps(batch, config.speculative_config.adaptive).values()
-        rounds = sum(tree.num_levels(step.most_next) for step in steps)  # a drafter runs once for each level
-        num_drafter_layers = 0 if drafter is None else len(drafter.specs)
-        num_layers += len(VARIANTS) * (len(steps) * model.num_layers + rounds * num_drafter_layers)
-    forward = runner.forward_bytes(min(max(largest, most), num_tokens))
+        tree = DraftTree.of_config(speculation)
+        rounds = sum(tree.num_levels(key.num_drafts or 0) for key in keys)  # a drafter runs once for each level
+        num_layers += rounds * (0 if drafter is None else len(drafter.specs))
+    forward = runner.forward_bytes(min(max(batch.sizes.largest_mixed, most), num_tokens))
     num_columns = model.vocab_size  # of logits; ranks that share them keep their part beside all of them
     if config.tensor_parallel_size > 1:
         num_columns += -(-model.vocab_size // config.tensor_parallel_size)
     logits = most * (model.hidden_size + num_columns) * size + workspace_bytes(most, model.vocab_size)
     return forward + logits + num_layers * _KERNELS_PER_LAYER * _BYTES_PER_KERNEL
-
-
-def num_recordings(config: EngineConfig) -> int:
-    """Return the number of recordings when every size has been met: decodes, prompts alone, mixed steps.
-
-    Decodes and prompts count with one way of sampling each, though every further one (greedy, random, filtered, outside
-    of the graph) is recorded beside it. `GraphSizes` tells the sizes of prompts, step by step.
-    """
-    num_seqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
-    assert num_seqs and num_tokens
-    sizes = GraphSizes(num_seqs, num_tokens)
-    return len(sizes.decodes()) + len(prompt_steps(sizes)) + len(mixed_sizes(sizes))

@@ -14,10 +14,11 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.models.model_config import ModelConfig
 from teachllm.spec_decode.load import DrafterConfig
+from teachllm.worker.gpu.attention_inputs import FlatBatch
 from teachllm.worker.gpu.cuda_graphs import GraphSizes
 from teachllm.worker.gpu.device_batch import DeviceBatch
 from teachllm.worker.gpu.device_step import DeviceStep
-from teachllm.worker.gpu.known_steps import VARIANTS, decode_steps, mixed_sizes, prompt_steps
+from teachllm.worker.gpu.known_steps import ALL_VARIANTS, VARIANTS, decode_steps, mixed_sizes, prompt_steps
 from teachllm.worker.gpu.memory.meta_runner import MetaRunner
 from teachllm.worker.gpu.spec_decode.draft_progress import Behind
 from teachllm_kernels.dry_run import dry_run
@@ -25,7 +26,6 @@ from teachllm_kernels.gpu_type import GPUType
 from teachllm_kernels.variants import KernelVariants
 
 _MOST_UNALIGNED = 3  # int32 between two addresses that are multiples of 16 bytes
-_ALL_VARIANTS = ((False, False), (True, False), (True, True))  # of the sampler, without drafts
 
 
 def known_variants(
@@ -46,7 +46,7 @@ def known_variants(
 
 def rehearse(runner: MetaRunner, config: EngineConfig) -> None:
     """Run steps of each kind, as `GPUModelRunner` would execute, sample and draft for them."""
-    sampled = _ALL_VARIANTS if config.speculative_config is None else VARIANTS
+    sampled = [each for each in (ALL_VARIANTS if config.speculative_config is None else VARIANTS) if each is not None]
     decodes = decode_steps(runner.batch, is_adaptive=True).values()  # near its end, any request drafts less
     for step in (*decodes, *prompt_steps(runner.batch.sizes), *mixed_steps(runner.batch)):
         run_step(runner, step, sampled)
@@ -57,9 +57,27 @@ def run_step(runner: MetaRunner, step: DeviceStep, sampled: Sequence[tuple[bool,
     held = [runner.graph_runner.full_key(step, variant) for variant in sampled] if step.sampling else [None]
     if None in held:
         _run_mixed(runner, step, sampled)
-    for each in held:
-        if each is not None:
-            runner.graph_runner.full(*each, behind=[])
+    for padded, key in {each[1]: each for each in held if each is not None}.values():
+        logits = runner.graph_runner.full(padded, key, behind=[])
+        if logits is not None and runner.columns is not None:
+            tokens = runner.graph_runner.tokens_of(padded, key.num_seqs, key.num_tokens)
+            _sample(runner, step, logits[: step.num_logits], tokens, sampled)
+
+
+def _sample(
+    runner: MetaRunner,
+    step: DeviceStep,
+    logits: torch.Tensor,
+    tokens: FlatBatch,
+    sampled: Sequence[tuple[bool, bool]],
+    hidden: torch.Tensor | None = None,
+) -> None:
+    """Sample and draft behind a forward pass."""
+    behind = [Behind(row, 0, step.num_tokens // len(step.rows)) for row in step.rows]
+    for variant in sampled:
+        runner.sampling.plain(logits, len(step.sampling), variant, verifies=bool(step.num_drafts))
+        if runner.drafting is not None:
+            runner.drafting.propose(step, tokens, behind, variant[0], hidden=hidden)
 
 
 def _run_mixed(runner: MetaRunner, step: DeviceStep, sampled: Sequence[tuple[bool, bool]]) -> None:
@@ -73,11 +91,7 @@ def _run_mixed(runner: MetaRunner, step: DeviceStep, sampled: Sequence[tuple[boo
     chosen = hidden.index_select(0, indices) if reads_all else hidden
     logits = runner.model.logits(chosen, sharded=True, in_float32=False)
     tokens = graph_runner.tokens_of(step, *graph_runner.mixed_shape(step))
-    behind = [Behind(row, 0, step.num_tokens // len(step.rows)) for row in step.rows]
-    for variant in sampled:
-        runner.sampling.plain(logits, len(step.sampling), variant, verifies=bool(step.num_drafts))
-        if drafting is not None:
-            drafting.propose(step, tokens, behind, variant[0], hidden=hidden if reads_all else chosen)
+    _sample(runner, step, logits, tokens, sampled, hidden if reads_all else chosen)
 
 
 def mixed_steps(batch: DeviceBatch) -> Iterator[DeviceStep]:

@@ -34,7 +34,7 @@ def test_kernels_follow_from_settings_and_gpu() -> None:
 def test_a_cache_that_cannot_be_written_to_is_refused_before_anything_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilation, "variants_of", lambda *_: pytest.fail("it goes on"))
+    monkeypatch.setattr(compilation, "_variants", lambda *_: pytest.fail("it goes on"))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(ValueError, match=r"file/cache \(not a directory\): set TRITON_CACHE_DIR to another"):
@@ -53,8 +53,8 @@ def test_what_was_compiled_was_there_or_failed_is_counted(monkeypatch: pytest.Mo
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     variant = KernelVariant(SimpleNamespace(__name__="_pick"), {}, {}, {}, None)
     outcomes = [(False, None), (True, None), (False, "too large"), (True, "too large"), (False, None)]
-    found = [Compilation(variant, 1.0, was_cached, error) for was_cached, error in outcomes]
-    monkeypatch.setattr(compilation, "variants_of", lambda *_: [variant] * len(found))
+    found = [Compilation(variant, 1.0, was_cached, error, None) for was_cached, error in outcomes]
+    monkeypatch.setattr(compilation, "_variants", lambda *_: [variant] * len(found))
     monkeypatch.setattr(compilation, "compile_in_processes", lambda *_: iter(found))
     seen: list[tuple[int, int]] = []
     result = compile_known(EngineConfig(model="teachlm"), GPU_TYPES["sm_90"], 2, lambda *so_far: seen.append(so_far))
