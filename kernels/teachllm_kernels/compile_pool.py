@@ -57,7 +57,8 @@ def compile_in_processes(variants: Sequence[KernelVariant], gpu: GPUType, num_pr
     """
     if torch.cuda.is_initialized():
         raise RuntimeError("compile in a process that has not initialized CUDA: forked processes could not use it")
-    waiting = list(range(len(variants)))[::-1]
+    # Longer code tends to take longer, and at the end nothing should be waited for alone.
+    waiting = sorted(range(len(variants)), key=lambda index: len(variants[index].function.src))
     at_work: dict[Connection, tuple[ForkProcess, int]] = {}
     try:
         while waiting or at_work:

@@ -11,7 +11,8 @@ allocated) depends on the GPU.
 
 What would have been launched can be looked at: `variants.py` collects what has to be compiled for it.
 
-PyTorch's own operations need nothing: PyTorch implements them for meta tensors.
+PyTorch implements its own operations for meta tensors. Some of them are Python, and would load PyTorch's compiler, which
+takes seconds, for nothing but to say that they are not to be compiled; a dry run leaves the compiler out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from threading import RLock
+from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -110,12 +112,30 @@ def dry_run(gpu: GPUType, on_launch: OnLaunch | None = None) -> Iterator[None]:
         on_launch: called for each launch, as `JITFunction.run` would be.
     """
     with replacing_launches, ExitStack() as stack:
+        stack.enter_context(_without_compiler())
         for kind in _launching_classes():
             stack.callback(setattr, kind, "run", kind.run)
             kind.run = _launches_unless_dry(kind.run)
         token = _dry_run.set(_DryRun(gpu, on_launch))
         stack.callback(_dry_run.reset, token)
         yield
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Answer in place of PyTorch's compiler, unless it is loaded, where it is asked to leave a function alone."""
+    name = "torch._dynamo"
+    if name in sys.modules:
+        yield
+        return
+    stand_in: Any = ModuleType(name)
+    stand_in.disable = lambda function, recursive=True, wrapping=True: function
+    sys.modules[name] = vars(torch)["_dynamo"] = stand_in
+    try:
+        yield
+    finally:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name], vars(torch)["_dynamo"]
 
 
 def _launches_unless_dry(launch: Callable[..., Any]) -> Callable[..., Any]:

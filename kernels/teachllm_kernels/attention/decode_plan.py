@@ -196,7 +196,8 @@ def _tiles_of_a_split(tiles, num_seqs, wave):
     return low  # with more sequences than places: the work per place
 
 
-@triton.jit(do_not_specialize=["num_seqs", "wave", "max_items"])  # they differ from batch to batch
+# They differ from batch to batch: prompts begin anywhere behind the decodes.
+@triton.jit(do_not_specialize=["num_seqs", "wave", "max_items", "query_start_ptr"])
 def _plan_decode(
     items_ptr, spans_ptr, seq_lens_ptr, query_start_ptr, rows_ptr,
     num_seqs, wave, max_items, window,

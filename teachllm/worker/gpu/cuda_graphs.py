@@ -171,13 +171,18 @@ class Graphs:
         """
         self._warm_up(run)
         graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
         try:
-            # The outer one leaves the stream also if the recording fails; PyTorch's own does not.
-            recording = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=_OTHERS_MAY_CALL)
-            with torch.cuda.stream(self._stream), recording, self._traffic.recorded() as sent:
-                result = run()
+            # Not `torch.cuda.graph`, which empties the allocator's cache each time.
+            with torch.cuda.stream(self._stream), self._traffic.recorded() as sent:
+                graph.capture_begin(self._pool, capture_error_mode=_OTHERS_MAY_CALL)
+                try:
+                    result = run()
+                finally:
+                    graph.capture_end()  # or the stream would go on recording
         except RuntimeError as error:
             return self._give_up(key, error)
+        torch.cuda.current_stream().wait_stream(self._stream)
         self._full[key] = (graph, None if result is None else weak_tensor(result))
         self._sent[key] = sent
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from typing import Any
 
@@ -24,7 +25,7 @@ def main() -> None:
         name: Counter(variant.name for variant in variants_of(EngineConfig(**settings), GPU_TYPES[target]))
         for name, (target, settings) in SETTINGS.items()
     }
-    print(json.dumps(found))
+    print(json.dumps({"kernels": found, "loads PyTorch's compiler": "torch._dynamo" in sys.modules}))
 
 
 if __name__ == "__main__":
