@@ -11,8 +11,8 @@ allocated) depends on the GPU.
 
 What would have been launched can be looked at: `variants.py` collects what has to be compiled for it.
 
-PyTorch implements its own operations for meta tensors. Some of them are Python, and would load PyTorch's compiler, which
-takes seconds, for nothing but to say that they are not to be compiled; a dry run leaves the compiler out.
+PyTorch implements its own operations for meta tensors. Some of them are Python, and would load PyTorch's compiler,
+which takes seconds, only to say that they are not to be compiled: a dry run leaves the compiler out.
 """
 
 from __future__ import annotations
