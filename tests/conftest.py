@@ -62,6 +62,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
 
 
+@pytest.fixture(autouse=True)
+def starts_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, have the engines of tests compile and record what they meet: a full start takes longer than a test."""
+    if not os.path.exists("/dev/nvidiactl"):
+        return
+    from teachllm.worker.gpu import gpu_model_runner
+
+    monkeypatch.setattr(gpu_model_runner, "start_compiling", lambda *engine: None)
+    monkeypatch.setattr(gpu_model_runner.GraphRunner, "record_known", lambda *known: None)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What else could have been tested here, said where it is read."""
     skipped = terminalreporter.stats.get("skipped", [])

@@ -23,7 +23,7 @@ OURS = set(WINGS.values())
 
 PLAIN_DATA = (
     *("teachllm.config", "teachllm.speculative_config", "teachllm.sampling_params", "teachllm.outputs"),
-    "teachllm.errors",
+    *("teachllm.errors", "teachllm.startup_progress"),
 )
 FROM_ABOVE = (
     *("teachllm", "teachllm.engine", "teachllm.bench", "teachllm.simulator"),
@@ -39,6 +39,7 @@ FLOORS: dict[str, tuple[str, ...] | None] = {
     "teachllm": (),  # the version, and names that load on first use: an import of one counts as one of its home
     "teachllm_kernels": (),
     "teachllm.errors": (),
+    "teachllm.startup_progress": (),
     "teachllm.sampling_params": (),
     "teachllm.speculative_config": ("teachllm.errors",),
     "teachllm.config": ("teachllm.sampling_params", "teachllm.speculative_config", "teachllm.errors"),

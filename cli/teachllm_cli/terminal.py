@@ -36,7 +36,7 @@ def write_model_text(console: Console, text: str, style: str | None = None) -> N
         console.file.flush()
 
 
-_STAGES = {  # by the names of `teachllm.worker.startup_progress`
+_STAGES = {  # by the names of `teachllm.startup_progress`
     "weights": "loading weights",
     "kernels": "compiling kernels",
     "graphs": "recording CUDA graphs",

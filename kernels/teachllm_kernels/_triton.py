@@ -64,6 +64,31 @@ except ImportError:
     gluon = gl = hopper = TensorDescriptor = _Absent("this needs Gluon, which comes with Triton 3.6 and newer")
     HAS_GLUON = False
 
+try:
+    from triton.runtime.jit import DependenciesFinder
+except ImportError:
+    DependenciesFinder = None
+
+
+def _hash_callees_first() -> None:
+    """Have Triton name a kernel alike in every process.
+
+    The name by which a kernel is found in the cache is a hash of its source and of the functions that it calls, with
+    the constants that these use. As Triton computes it, a function's constants are left out unless the function has
+    been hashed before, for another kernel that calls it: the name depends on which kernels have been launched.
+    """
+    update_hash = DependenciesFinder._update_hash
+
+    def hash_and_update(self: Any, function: Any) -> None:
+        function.cache_key  # noqa: B018 - hashes it
+        update_hash(self, function)
+
+    DependenciesFinder._update_hash = hash_and_update
+
+
+if DependenciesFinder is not None:
+    _hash_callees_first()
+
 PLACES = 132  # multiprocessors of an H200 and of the larger H100; the kernels divide products for that many
 
 __all__ = [

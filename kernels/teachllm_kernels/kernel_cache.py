@@ -26,6 +26,7 @@ __all__ = [
     "is_whole",
     "is_whole_code",
     "usable_cache_folder",
+    "usual_cache_folder",
 ]
 
 _LEAST_FREE = 64 << 20  # bytes: a model's kernels take some 20 MB
@@ -80,13 +81,18 @@ def _files(cached: CachedKernel) -> list[Path]:
     return [Path(path) for path in group.values()]
 
 
+def usual_cache_folder() -> Path:
+    """Return the folder of Triton's cache, whether or not anything can be kept in it."""
+    return Path(knobs.cache.dir)
+
+
 def cache_folder() -> Path:
     """Return the folder of Triton's cache.
 
     Raises:
         ValueError: nothing can be kept in it; one line says why.
     """
-    folder = Path(knobs.cache.dir)
+    folder = usual_cache_folder()
     if (why := _why_not(folder)) is not None:
         raise _refusal(folder, why)
     return folder
@@ -98,7 +104,7 @@ def usable_cache_folder() -> tuple[Path, str | None]:
     Raises:
         ValueError: nothing can be kept anywhere.
     """
-    folder = Path(knobs.cache.dir)
+    folder = usual_cache_folder()
     why = _why_not(folder)
     if why is None:
         return folder, None

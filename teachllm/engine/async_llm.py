@@ -27,8 +27,8 @@ from teachllm.engine.text.text_jobs import MAX_INLINE
 from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
+from teachllm.startup_progress import StartupProgress
 from teachllm.worker.errors import FailedStepError
-from teachllm.worker.startup_progress import StartupProgress
 
 
 class AsyncLLM(EngineThread):

@@ -22,8 +22,8 @@ from teachllm.engine.text.tokenizer import Tokenizer
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
 from teachllm.spec_decode.drafter import Drafter
+from teachllm.startup_progress import StartupProgress
 from teachllm.worker.processes.child import uninterrupted
-from teachllm.worker.startup_progress import StartupProgress
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -34,7 +34,7 @@ class LLM:
     Args:
         model: a local folder, a hub id, or "teachlm".
         settings: any field of `EngineConfig`.
-        progress: called with (stage, how much is done, of what), see `worker/startup_progress.py`.
+        progress: called with (stage, how much is done, of what), see `startup_progress.py`.
         drafter: one of your own, see `spec_decode/drafter.py`.
 
     Raises:

@@ -29,11 +29,11 @@ from teachllm.engine.text.trace_texts import TraceTexts
 from teachllm.models.model_config import ModelConfig
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
+from teachllm.startup_progress import StartupProgress
 from teachllm.trace.recorder import Recorder
 from teachllm.worker.errors import EngineDeadError as EngineDeadError
 from teachllm.worker.errors import FailedStepError
 from teachllm.worker.processes.torchrun import works_for_process_0
-from teachllm.worker.startup_progress import StartupProgress
 
 if TYPE_CHECKING:
     from teachllm.engine.engine_core import EngineCore
@@ -86,7 +86,7 @@ class Engine:
         recorder: writes a trace, in place of the engine's own.
         trace_sink: takes the lines of the engine's own trace, beside the file in `config.trace_path` if there is one;
             with replicas, one for each.
-        progress: called with (stage, how much is done, of what), see `worker/startup_progress.py`.
+        progress: called with (stage, how much is done, of what), see `startup_progress.py`.
         make_executor: replaces the in-process executor; given the resolved configuration and the executor it
             would have used.
         drafter: proposes tokens, with the speculative method "custom"; see `spec_decode/drafter.py`.

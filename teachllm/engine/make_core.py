@@ -28,13 +28,13 @@ from teachllm.spec_decode.drafter import Drafter, check_drafter
 from teachllm.spec_decode.load import DrafterConfig, load_drafter_config
 from teachllm.spec_decode.ngram import NgramDrafter
 from teachllm.spec_decode.step_times import Prior
+from teachllm.startup_progress import StartupProgress
 from teachllm.trace.recorder import Recorder
 from teachllm.worker.cpu.model_runner import ModelRunner
 from teachllm.worker.device import select_device
 from teachllm.worker.executor import Executor, InProcessExecutor
 from teachllm.worker.processes.multiprocess import MultiprocessExecutor, Peers
 from teachllm.worker.runner import Runner
-from teachllm.worker.startup_progress import StartupProgress
 
 
 def make_core(

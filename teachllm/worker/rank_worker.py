@@ -21,12 +21,12 @@ from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.models.model_config import load_model_config
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.spec_decode.step_times import Prior
+from teachllm.startup_progress import StartupProgress
 from teachllm.worker.cpu.model_runner import ModelRunner
 from teachllm.worker.executor import InProcessExecutor
 from teachllm.worker.processes.plan_codec import SampledTokens
 from teachllm.worker.rank_watch import RankWatch, WatchedStep
 from teachllm.worker.runner import PendingOutput, ReadyOutput, Runner
-from teachllm.worker.startup_progress import StartupProgress
 
 
 class Worker:
@@ -36,7 +36,7 @@ class Worker:
         config: resolved for the model; `device` is this rank's own.
         coords: where it stands among the ranks.
         rendezvous: where they meet; None: it is alone.
-        progress: called with (stage, how much is done, of what), see `worker/startup_progress.py`.
+        progress: called with (stage, how much is done, of what), see `startup_progress.py`.
         times_steps: outputs say how long their steps took, on a GPU, and elsewhere what load experts had; and one of
             several ranks watches what it does.
 

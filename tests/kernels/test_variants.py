@@ -35,6 +35,10 @@ def test_a_kernel_whose_code_is_damaged_is_noticed_and_compiled_again(found: dic
     assert found["mended"] == [False, True, True]
 
 
+def test_a_kernel_has_one_name_whatever_was_launched_before(found: dict[str, Any]) -> None:
+    assert found["name"] == found["named after another"]
+
+
 def test_a_process_that_the_compiler_takes_down_costs_its_variant_alone(found: dict[str, Any]) -> None:
     crashed, failed, other = found["broken"]
     assert crashed["error"] == "its compiler's process ended with exit code 3"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +26,7 @@ from teachllm_kernels.silu_and_mul import silu_and_mul_triton
 from teachllm_kernels.variants import KernelVariant, KernelVariants, compiled
 
 GPU = GPU_TYPES["sm_80"]
+HOPPERS = ["_hopper_prefill", "_hopper_decode"]  # which share functions
 
 
 def recorded(target: str, *rows: torch.Tensor) -> list[KernelVariant]:
@@ -54,6 +57,14 @@ def damage(kernel: CachedKernel) -> None:
     code.write_bytes(code.read_bytes()[: code.stat().st_size // 2])
 
 
+def named(*kernels: str) -> str:
+    """Return Triton's name of the last kernel in a process that launches these, one after the other."""
+    lines = ["from teachllm_kernels.attention.hopper_decode import _hopper_decode"]
+    lines += ["from teachllm_kernels.attention.hopper_prefill import _hopper_prefill"]
+    program = "\n".join([*lines, *(f"name = {kernel}.cache_key" for kernel in kernels), "print(name)"])
+    return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+
+
 def main() -> None:
     x = torch.empty(4 * 256 + 4, dtype=torch.bfloat16, device="meta")
     whole, shifted = x[: 4 * 256].view(4, 256), x[4:].view(4, 256)
@@ -65,6 +76,7 @@ def main() -> None:
         "again": outcomes(variants, num_processes=8),
     }
 
+    found["name"], found["named after another"] = (named(*functions) for functions in (["_hopper_decode"], HOPPERS))
     kernels = [each.kernel for each in compile_in_processes(variants, GPU, 2) if each.kernel is not None]
     found["whole"] = [is_whole(kernel) for kernel in kernels]
     damage(kernels[0])

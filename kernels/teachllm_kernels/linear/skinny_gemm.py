@@ -13,11 +13,10 @@ Sources: the roofline argument of Williams et al., "Roofline", 2009; Osama et al
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
+from teachllm_kernels.first_launch import kept
 from teachllm_kernels.linear.dense_gemm import cost
 
 __all__ = ["MAX_ROWS", "cost", "skinny_gemm_triton"]
@@ -154,7 +153,7 @@ def _grid(num_in: int, num_out: int) -> tuple[int, int]:
     return blocks, splits * 2 if num_in > 8192 else splits
 
 
-@cache
+@kept
 def _arrivals(device: torch.device) -> torch.Tensor:
     """Return the counters of programs that have finished their part, per block of columns; 0 between launches."""
     return torch.zeros(_BLOCKS_WANTED, dtype=torch.int32, device=device)

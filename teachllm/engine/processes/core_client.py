@@ -42,9 +42,9 @@ from teachllm.engine.processes.core_messages import (
 from teachllm.engine.replicas.data_parallel import Balance
 from teachllm.engine.text.token_texts import load_tokenizer
 from teachllm.sampling_params import SamplingParams
+from teachllm.startup_progress import StartupProgress
 from teachllm.worker.errors import EngineDeadError, FailedStepError
 from teachllm.worker.processes.child import only_here, refuse_elsewhere, uninterrupted
-from teachllm.worker.startup_progress import StartupProgress
 
 _SECONDS_TO_END = 4.0
 _LAST_WORDS = 100  # milliseconds that what a process said before it ended may take to be here

@@ -17,7 +17,7 @@ from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.engine.observability.stats import StepStats
 from teachllm.models.model_config import ModelConfig
 from teachllm.sampling_params import SamplingParams
-from teachllm.worker.startup_progress import StartupStage
+from teachllm.startup_progress import StartupStage
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -35,6 +35,7 @@ from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.spec_decode.tree import DraftTree
 from teachllm.speculative_config import MAX_SPECULATIVE_TOKENS
+from teachllm.startup_progress import StartupProgress
 from teachllm.worker.cpu.drafting import Drafting
 from teachllm.worker.cpu.input_batch import InputBatch, StepInputs
 from teachllm.worker.cpu.libc_settings import keep_freed_memory
@@ -50,7 +51,6 @@ from teachllm.worker.memory_plan import plan_memory
 from teachllm.worker.prompt_logprobs import PromptLogprobs
 from teachllm.worker.rows import OpenedRow
 from teachllm.worker.runner import ReadyOutput
-from teachllm.worker.startup_progress import StartupProgress
 from teachllm_kernels.attention.kv_quantization import as_bytes
 from teachllm_kernels.sampling.philox import philox_uniform_reference
 
@@ -88,7 +88,7 @@ class ModelRunner:
 
     Args:
         config: resolved for the model.
-        progress: called with (stage, how much is done, of what), see `worker/startup_progress.py`.
+        progress: called with (stage, how much is done, of what), see `startup_progress.py`.
         drafter: with weights; None: there is none, or one on the host.
         ranks: that share the model; this runner has the part of one. All are given the same plans.
         attention, make_sampler: of `EngineOverrides`.

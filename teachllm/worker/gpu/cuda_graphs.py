@@ -27,12 +27,14 @@ from teachllm.distributed.group import Counts, Traffic
 from teachllm.layers.attention import AttentionMetadata
 from teachllm.layers.weak_tensor import weak_tensor
 from teachllm.worker.gpu.device_step import DeviceStep
+from teachllm_kernels.first_launch import FirstLaunchError, refusing_first_launches
 
 _LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
-_PROMPTS = (2, 8)  # sequences in a graph of prompts alone, with one of padding: one prompt, or a few
+_PROMPTS = 8  # sequences in a graph of prompts alone, of which at least one is padding
 _OTHERS_MAY_CALL = "thread_local"  # other threads wait for results, and NCCL's watches its operations, meanwhile
 
 AttentionCall = Callable[[AttentionMetadata], None]
+_Record = Callable[[Callable[[], None], Callable[[], None]], None]  # calls its arguments to begin and end a graph
 
 
 class FullKey(NamedTuple):
@@ -104,12 +106,9 @@ class GraphSizes:
                 return None
             # What some have less than others is padding, and padding needs an owner.
             return size + (step.decode_len > 1), num_tokens
-        if step.num_decodes or step.num_drafts or step.num_tokens > self.largest_mixed:
+        num_seqs = min(_PROMPTS, self.max_num_seqs + 1)
+        if step.num_decodes or step.num_drafts or count >= num_seqs or step.num_tokens > self.largest_mixed:
             return None
-        num_seqs = next((size for size in _PROMPTS if count < size), None)
-        if num_seqs is None:
-            return None
-        num_seqs = min(num_seqs, self.max_num_seqs + 1)
         return num_seqs, _padded_size(step.num_tokens, self.max_num_tokens)
 
     @property
@@ -144,6 +143,7 @@ class Graphs:
         self._sent: dict[Hashable, Counts] = {}  # at each replay
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._has_recorded = False
         self._seen: set[Hashable] = set()
         self._failed: set[Hashable] = set()
         self._full: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
@@ -164,27 +164,25 @@ class Graphs:
         return seen and key not in self._failed
 
     def capture(self, key: Hashable, run: Callable[[], torch.Tensor | None]) -> bool:
-        """Record `run`. It runs once before, so that kernels are compiled and libraries have what they need.
+        """Record `run`. If it launches a kernel for the first time, it runs once before.
 
         Returns:
             Whether it could be recorded; if not, it is not tried again, and a warning says why.
         """
-        self._warm_up(run)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        try:
-            # Not `torch.cuda.graph`, which empties the allocator's cache each time.
-            with torch.cuda.stream(self._stream), self._traffic.recorded() as sent:
-                graph.capture_begin(self._pool, capture_error_mode=_OTHERS_MAY_CALL)
-                try:
-                    result = run()
-                finally:
-                    graph.capture_end()  # or the stream would go on recording
-        except RuntimeError as error:
-            return self._give_up(key, error)
-        torch.cuda.current_stream().wait_stream(self._stream)
+        results: list[torch.Tensor | None] = []
+
+        def record(begin: Callable[[], None], end: Callable[[], None]) -> None:
+            begin()
+            try:
+                results[:] = [run()]
+            finally:
+                end()  # or the stream would go on recording
+
+        recorded = self._recorded(key, run, record)
+        if recorded is None:
+            return False
+        ([graph], self._sent[key]), [result] = recorded, results
         self._full[key] = (graph, None if result is None else weak_tensor(result))
-        self._sent[key] = sent
         return True
 
     def capture_pieces(
@@ -195,41 +193,79 @@ class Graphs:
         Args:
             run: hands every attention call to its argument (None: there is nothing to attend to yet).
         """
-        self._warm_up(lambda: run(None))
-        graphs: list[torch.cuda.CUDAGraph] = []
+        results: list[torch.Tensor] = []
         calls: list[AttentionCall] = []
+
+        def record(begin: Callable[[], None], end: Callable[[], None]) -> None:
+            def outside(call: AttentionCall) -> None:
+                end()
+                calls.append(call)
+                begin()
+
+            calls.clear()
+            begin()
+            try:
+                results[:] = [run(outside)]
+            finally:
+                end()
+
+        recorded = self._recorded(key, lambda: run(None), record)
+        if recorded is None:
+            return False
+        (graphs, self._sent[key]), [result] = recorded, results
+        self._pieces[key] = (graphs, calls, weak_tensor(result))
+        return True
+
+    def _recorded(
+        self, key: Hashable, run: Callable[[], object], record: _Record
+    ) -> tuple[list[torch.cuda.CUDAGraph], Counts] | None:
+        """Record graphs; return None if that fails.
+
+        The first launch of a kernel loads it and makes what it keeps between launches, which cannot be recorded. To run
+        everything before costs as much as to record it, so it is done only where it is needed: for the first recording
+        of all, since libraries have first launches, too, and after one that has failed.
+        """
+        if self._has_recorded:
+            try:
+                return self._record(record)
+            except FirstLaunchError:
+                pass
+            except RuntimeError:
+                self._renew_pool()
+        self._warm_up(run)
+        self._has_recorded = True
+        try:
+            return self._record(record)
+        except RuntimeError as error:
+            self._give_up(key, error)
+            return None
+
+    def _record(self, record: _Record) -> tuple[list[torch.cuda.CUDAGraph], Counts]:
+        graphs: list[torch.cuda.CUDAGraph] = []
 
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
             graphs[-1].capture_begin(self._pool, capture_error_mode=_OTHERS_MAY_CALL)
 
-        def outside(call: AttentionCall) -> None:
+        def end() -> None:
             graphs[-1].capture_end()
-            calls.append(call)
-            begin()
 
         torch.cuda.synchronize()
-        try:
-            with torch.cuda.stream(self._stream), self._traffic.recorded() as sent:
-                begin()
-                try:
-                    result = run(outside)
-                finally:
-                    graphs[-1].capture_end()  # or the stream would go on recording
-        except RuntimeError as error:
-            return self._give_up(key, error)
+        # Not `torch.cuda.graph`, which empties the allocator's cache each time.
+        with torch.cuda.stream(self._stream), self._traffic.recorded() as sent, refusing_first_launches():
+            record(begin, end)
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._pieces[key] = (graphs, calls, weak_tensor(result))
-        self._sent[key] = sent
-        return True
+        return graphs, sent
 
-    def _give_up(self, key: Hashable, error: RuntimeError) -> bool:
+    def _give_up(self, key: Hashable, error: RuntimeError) -> None:
         self._failed.add(key)
-        # PyTorch before 2.12 takes the old pool for one that is still recorded to (pytorch/pytorch#180395).
-        self._pool = torch.cuda.graph_pool_handle()
+        self._renew_pool()
         reason = str(error).splitlines()[0]
-        warnings.warn(f"running without a CUDA graph for {key}, which could not be recorded: {reason}", stacklevel=4)
-        return False
+        warnings.warn(f"running without a CUDA graph for {key}, which could not be recorded: {reason}", stacklevel=5)
+
+    def _renew_pool(self) -> None:
+        """PyTorch before 2.12 takes the old pool for one that is still recorded to (pytorch/pytorch#180395)."""
+        self._pool = torch.cuda.graph_pool_handle()
 
     def replay(self, key: Hashable) -> torch.Tensor | None:
         """Launch a full recording; return the tensor that it writes to, the same one every time."""
@@ -248,7 +284,7 @@ class Graphs:
         self._traffic.replay(self._sent[key])
         return result
 
-    def _warm_up(self, run: Callable[[], torch.Tensor | None]) -> None:
+    def _warm_up(self, run: Callable[[], object]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()

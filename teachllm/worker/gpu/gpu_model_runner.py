@@ -35,6 +35,7 @@ from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.spec_decode.tree import DraftTree
+from teachllm.startup_progress import StartupProgress, nobody_listens
 from teachllm.worker.gpu.attention_inputs import GPUAttention
 from teachllm.worker.gpu.cuda_graphs import Graphs
 from teachllm.worker.gpu.device_batch import NUM_STEPS, DeviceBatch
@@ -59,7 +60,6 @@ from teachllm.worker.kv_cache import (
 from teachllm.worker.kv_scales import calibrate, enable_kv_quantization
 from teachllm.worker.memory_plan import measured_plan, plan_memory
 from teachllm.worker.prompt_logprobs import PromptLogprobs
-from teachllm.worker.startup_progress import StartupProgress, nobody_listens
 from teachllm_kernels.attention.kv_move import KVMover
 
 

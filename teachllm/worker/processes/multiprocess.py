@@ -22,6 +22,7 @@ from teachllm.distributed.layout import layout_of
 from teachllm.distributed.lockstep import Lockstep
 from teachllm.distributed.rendezvous import Rendezvous
 from teachllm.spec_decode.step_times import Prior
+from teachllm.startup_progress import StartupProgress
 from teachllm.worker.errors import EngineDeadError
 from teachllm.worker.processes.agreement import check_agreement
 from teachllm.worker.processes.answers import Kind
@@ -29,7 +30,6 @@ from teachllm.worker.processes.plan_codec import SampledTokens, decode_output, e
 from teachllm.worker.processes.rank_lines import RankLines, RankWork
 from teachllm.worker.processes.rank_processes import RankProcesses
 from teachllm.worker.processes.worker_process import ORDER, prior_of
-from teachllm.worker.startup_progress import StartupProgress
 
 _SECONDS_TO_COME_OUT = 20.0  # after a failed step: the time in which all come to the next message, or twice a step's
 _REMEMBERED = 64  # steps; a rank says that it has failed long before
@@ -74,7 +74,7 @@ class MultiprocessExecutor:
 
     Args:
         config: resolved for the model.
-        progress: called as rank 0 gets on, with (stage, how much is done, of what), see `worker/startup_progress.py`.
+        progress: called as rank 0 gets on, with (stage, how much is done, of what), see `startup_progress.py`.
         times_steps: as of `Worker`.
         peers: with which the ranks share experts; None: there are none.
 

@@ -18,11 +18,11 @@ Source: Frantar et al., "MARLIN: Mixed-Precision Auto-Regressive Parallel Infere
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from teachllm_kernels._triton import PLACES, gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
+from teachllm_kernels.first_launch import kept
 from teachllm_kernels.linear.packed.packed_dequantize import (
     conversion,
     dequantize_unscaled,
@@ -285,7 +285,7 @@ def packed_linear_triton(
     return out
 
 
-@cache
+@kept
 def _arrivals(device: torch.device) -> torch.Tensor:
     """Programs that have finished their part, by outputs and rows; 0 between launches."""
     return torch.zeros(2 * PLACES, dtype=torch.int32, device=device)

@@ -12,12 +12,11 @@ Sources: those of `scaled_reference.py`; Osama et al., "Stream-K", PPoPP 2023.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
 from teachllm_kernels.attention.kv_quantization import dequantize_unscaled
+from teachllm_kernels.first_launch import kept
 from teachllm_kernels.linear.scaled.scaled_reference import cost, scale_kind
 from teachllm_kernels.quantize_rows import GROUP, QuantizedRows
 
@@ -254,7 +253,7 @@ def _grid(num_rows: int, num_in: int, num_out: int, block_n: int) -> tuple[int, 
     return blocks, splits * 2 if num_in > 8192 else splits
 
 
-@cache
+@kept
 def _arrivals(device: torch.device) -> torch.Tensor:
     """Return the counters of programs that have finished their part, per block of columns; 0 between launches."""
     return torch.zeros(_BLOCKS_WANTED, dtype=torch.int32, device=device)

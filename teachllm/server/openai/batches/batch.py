@@ -21,7 +21,7 @@ from teachllm.server.openai.batches.batch_file import PASSING, output_line, read
 from teachllm.server.options import ServerOptions
 from teachllm.server.service import Service
 from teachllm.server.start import EngineClient
-from teachllm.worker.startup_progress import StartupProgress
+from teachllm.startup_progress import StartupProgress
 
 _NO_LIMIT = 1 << 40  # on the size of a request and of the queue: no other client is served
 logger = logging.getLogger("teachllm.server")

@@ -23,11 +23,9 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from triton import knobs
 
 from teachllm.config import EngineConfig
 from teachllm.models.model_config import ModelConfig
@@ -45,7 +43,7 @@ from teachllm.worker.processes.child import (
 )
 from teachllm_kernels.dry_run import gpu_type
 from teachllm_kernels.gpu_type import GPUType
-from teachllm_kernels.kernel_cache import usable_cache_folder
+from teachllm_kernels.kernel_cache import usable_cache_folder, usual_cache_folder
 
 
 class CompileProcess:
@@ -110,7 +108,7 @@ def start_compiling(
 
     If nothing can be kept in Triton's cache, this process and its children get another one, and a warning says so.
     """
-    gpu, usual = gpu_type(device), Path(knobs.cache.dir)
+    gpu, usual = gpu_type(device), usual_cache_folder()
     if CompiledRecord(usual, config, model, drafter, gpu).is_complete():  # it need not be writable then
         return None
     folder, why_not = usable_cache_folder()

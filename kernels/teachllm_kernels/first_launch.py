@@ -1,0 +1,72 @@
+"""Notice a kernel's first launch where it must not happen: while a CUDA graph is recorded.
+
+The first launch of a kernel compiles it, or finds it on disk, and loads it; and it makes the tensors that the kernel
+keeps from launch to launch. The driver refuses the former while a graph is recorded. The latter would be worse: the
+recording would hold that the tensor is filled, nothing would fill it now, and another graph might read it first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+try:
+    from triton import knobs
+except ImportError:  # nor is there anything to record
+    knobs = None
+
+__all__ = ["FirstLaunchError", "kept", "refusing_first_launches"]
+
+_refusing = threading.local()
+
+
+class FirstLaunchError(RuntimeError):
+    """A kernel was launched for the first time, and nothing could be loaded or made for it."""
+
+
+@contextmanager
+def refusing_first_launches() -> Iterator[None]:
+    """Inside, a launch from this thread of a kernel that is not loaded raises.
+
+    Raises:
+        FirstLaunchError: at such a launch.
+    """
+    if knobs is None:
+        yield
+        return
+    before, here = knobs.compilation.listener, threading.get_ident()
+
+    def refuse(**compilation: Any) -> None:
+        if before is not None:
+            before(**compilation)
+        if threading.get_ident() == here:
+            raise FirstLaunchError(f"{compilation['src'].name} was launched for the first time")
+
+    knobs.compilation.listener = refuse
+    _refusing.is_on = True
+    try:
+        yield
+    finally:
+        _refusing.is_on = False
+        knobs.compilation.listener = before
+
+
+def kept(make: Callable[[torch.device], torch.Tensor]) -> Callable[[torch.device], torch.Tensor]:
+    """Make a tensor once for each device, for a kernel that keeps it from launch to launch.
+
+    Raises:
+        FirstLaunchError: it would be made inside of `refusing_first_launches`.
+    """
+
+    @cache
+    def made(device: torch.device) -> torch.Tensor:
+        if getattr(_refusing, "is_on", False):
+            raise FirstLaunchError(f"{make.__module__} would make a tensor that it keeps")
+        return make(device)
+
+    return made
