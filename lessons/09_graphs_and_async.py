@@ -83,9 +83,9 @@ from teachllm.worker.gpu import cuda_graphs
 show(
     cuda_graphs.Graphs.capture,
     {
-        "self._warm_up(run)": "run once before: compilation and libraries' set-up must not be recorded",
-        "torch.cuda.graph(": "inside of it launches are recorded, not executed",
-        "result = run()": "the same Python code that would run a step",
+        "begin()": "from here to `end` launches are recorded, not executed",
+        "results[:] = [run()]": "the same Python code that would run a step",
+        "self._recorded(": "a kernel's first launch loads it, which cannot be recorded: then `run` runs once before",
         "self._full[key]": "the tensors it writes to are the same ones in every replay",
     },
     doc=False,

@@ -125,6 +125,8 @@ def on_card(case: str) -> dict[str, int]:
 
 def short(name: str) -> str:
     """Return a kernel's name without its arguments."""
+    if name.startswith("memcpy32_post"):  # by which a graph may copy, as the driver likes
+        name = "Memcpy DtoD "
     return name.removeprefix("void ").partition("(")[0][:150]
 
 

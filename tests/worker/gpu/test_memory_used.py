@@ -71,20 +71,22 @@ def test_the_embedded_drafters_take_what_was_predicted(method: str) -> None:
 
 def test_an_engine_that_was_closed_leaves_its_memory_to_the_next(tmp_path: Path) -> None:
     h200.write_shape("qwen3-0.6b", tmp_path)
-    num_blocks = list[int]()
+    settings = h200.engine_settings(tmp_path / "qwen3-0.6b", "cuda") | {"num_gpu_blocks_override": 2000}
+    peaks = list[int]()
     gc.collect()
     gc.disable()  # what refers to itself stays until somebody collects it
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="memory is not as predicted")
             for _ in range(2):
-                llm = LLM(**h200.engine_settings(tmp_path / "qwen3-0.6b", "cuda"))
-                num_blocks.append(llm.engine.core.executor._runner.memory.num_blocks)  # type: ignore[attr-defined]
+                torch.cuda.reset_peak_memory_stats()
+                llm = LLM(**settings)
                 llm.close()
+                peaks.append(torch.cuda.max_memory_reserved())
                 del llm
     finally:
         gc.enable()
-    assert num_blocks[1] == pytest.approx(num_blocks[0], rel=0.02)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
 
 
 def test_a_step_that_does_not_fit_is_refused_with_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

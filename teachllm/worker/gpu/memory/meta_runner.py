@@ -51,6 +51,8 @@ class MetaRunner:
         batch: the rows of requests.
         model, drafting, sampling, graph_runner: as of a `GPUModelRunner`; nothing is recorded.
         columns: this rank's part of the vocabulary; None if another stage computes the logits.
+        drafted: what a rehearsal has drafted for: (requests, any is random, drafts of each).
+        num_kv_heads: of a rank.
         buffer_bytes: the bytes that the runner keeps from step to step beside weights and KV.
         shares_experts: whether other replicas have some of a mixture's experts.
     """
@@ -94,7 +96,7 @@ class MetaRunner:
                     sampler=sampler,
                     attention=GPUAttention(own, backend, self.batch, max(1 + self.batch.max_drafts, 2)),
                 )
-        self.buffer_bytes = live.now
+        self.buffer_bytes, self.num_kv_heads = live.now, needs.num_kv_heads
         columns = Columns(model.vocab_size, ranks.tensor)
         self.columns = columns if ranks.coords.is_last_stage else None
         self._step = LargestStep(
@@ -104,7 +106,7 @@ class MetaRunner:
             drafting=drafting,
             columns=self.columns,
         )
-        self.drafting = drafting
+        self.drafting, self.drafted = drafting, set[tuple[int, bool, int]]()
         self.sampling = GPUSampling(
             self.batch, sampler, drafting, None if speculation is None else speculation.synthetic_rate, columns
         )

@@ -165,7 +165,10 @@ class GPUDrafting:
         if not step.num_next and (self.drafter is None or not self.drafter.follows_always):
             return
         rows = to_device([step.rows[index] for index in step.sampling], torch.int32, self._batch.device)
-        self._propose(rows, max(step.num_next, default=0), any_random, tokens, hidden)
+        num_drafts = max(step.num_next, default=0)
+        if self.drafter is None and num_drafts:  # to look up more takes no longer, and fewer kernels
+            num_drafts = self._batch.max_drafts
+        self._propose(rows, num_drafts, any_random, tokens, hidden)
 
     def _propose(
         self, rows: torch.Tensor, num_drafts: int, any_random: bool, step: FlatBatch, hidden: torch.Tensor | None

@@ -21,11 +21,10 @@ from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.known_steps import ALL_VARIANTS, VARIANTS, decode_steps, mixed_sizes, prompt_steps
 from teachllm.worker.gpu.memory.meta_runner import MetaRunner
 from teachllm.worker.gpu.spec_decode.draft_progress import Behind
+from teachllm_kernels.attention.decode_plan import decode_shape
 from teachllm_kernels.dry_run import dry_run
 from teachllm_kernels.gpu_type import GPUType
 from teachllm_kernels.variants import KernelVariants
-
-_MOST_UNALIGNED = 3  # int32 between two addresses that are multiples of 16 bytes
 
 
 def known_variants(
@@ -48,7 +47,7 @@ def rehearse(runner: MetaRunner, config: EngineConfig) -> None:
     """Run steps of each kind, as `GPUModelRunner` would execute, sample and draft for them."""
     sampled = [each for each in (ALL_VARIANTS if config.speculative_config is None else VARIANTS) if each is not None]
     decodes = decode_steps(runner.batch, is_adaptive=True).values()  # near its end, any request drafts less
-    for step in (*decodes, *prompt_steps(runner.batch.sizes), *mixed_steps(runner.batch)):
+    for step in (*decodes, *prompt_steps(runner.batch.sizes), *mixed_steps(runner.batch, runner.num_kv_heads)):
         run_step(runner, step, sampled)
 
 
@@ -73,11 +72,19 @@ def _sample(
     hidden: torch.Tensor | None = None,
 ) -> None:
     """Sample and draft behind a forward pass."""
+    drafting, count = runner.drafting, len(step.sampling)
     behind = [Behind(row, 0, step.num_tokens // len(step.rows)) for row in step.rows]
+    if drafting is not None:
+        drafting.catch_up(behind)
     for variant in sampled:
-        runner.sampling.plain(logits, len(step.sampling), variant, verifies=bool(step.num_drafts))
-        if runner.drafting is not None:
-            runner.drafting.propose(step, tokens, behind, variant[0], hidden=hidden)
+        runner.sampling.plain(logits, count, variant, verifies=bool(step.num_drafts))
+        if drafting is None:
+            continue
+        drafter, key = drafting.drafter, (count, variant[0], step.most_next)
+        reads_tokens = drafter is not None and (drafter.follows_always or drafter.reads_all_hidden)
+        if reads_tokens or key not in runner.drafted:  # rounds of drafts depend on the number of requests alone
+            runner.drafted.add(key)
+            drafting.propose(step, tokens, [], variant[0], hidden=hidden)
 
 
 def _run_mixed(runner: MetaRunner, step: DeviceStep, sampled: Sequence[tuple[bool, bool]]) -> None:
@@ -94,7 +101,7 @@ def _run_mixed(runner: MetaRunner, step: DeviceStep, sampled: Sequence[tuple[boo
     _sample(runner, step, logits, tokens, sampled, hidden if reads_all else chosen)
 
 
-def mixed_steps(batch: DeviceBatch) -> Iterator[DeviceStep]:
+def mixed_steps(batch: DeviceBatch, num_kv_heads: int) -> Iterator[DeviceStep]:
     """Yield mixed steps of each size, padded and long, and of each number of sequences.
 
     Kernels differ by the number of tokens (products), by that of sequences (attention and its plan), and by where in a
@@ -106,8 +113,8 @@ def mixed_steps(batch: DeviceBatch) -> Iterator[DeviceStep]:
     usual = [sizes.largest_mixed, *(size for size in long if size % 16 == 0)][:2]
     for num_tokens in usual:
         yield from _of_sequences(num_tokens, 1, batch, sorted({sizes.drafts(count) for count in range(most + 1)}))
-    counts = {count - less for count in sizes.decodes() for less in range(_MOST_UNALIGNED + 1)} | {sizes.max_num_seqs}
-    for count in sorted(count for count in counts if count > 0):
+    shapes = {decode_shape(count, num_kv_heads): count for count in range(sizes.max_num_seqs, 0, -1)}
+    for count in sorted({*sizes.decodes(), *shapes.values()}):
         for num_tokens in usual:
             yield from _of_sequences(num_tokens, count, batch, sorted({0, most}))
     yield DeviceStep([0], [sizes.largest_mixed], [0], num_decodes=0, sampling=[])  # a chunk that is not the last

@@ -17,6 +17,7 @@ import torch
 
 from teachllm.config import EngineConfig
 from teachllm.models.model_config import load_model_config
+from teachllm.worker.gpu.cuda_graphs import GraphSizes
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.memory.meta_runner import MetaRunner
 from teachllm.worker.gpu.startup.rehearsal import rehearse, run_step
@@ -30,18 +31,21 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("sm_90", {"quantization": "int4"}),
     "fp8": ("sm_90", {"quantization": "fp8"}),
     "few": ("sm_90", {"max_num_seqs": 6, "max_num_batched_tokens": 700}),
+    "ngram": ("sm_90", {"speculative_config": {"method": "ngram"}}),
 }
 NUM_STEPS = 150
 
 
-def draw(rng: random.Random, max_num_seqs: int, max_num_tokens: int) -> DeviceStep:
-    """Draw decodes and prompts, of which some may be chunks that do not sample yet."""
+def draw(rng: random.Random, sizes: GraphSizes) -> DeviceStep:
+    """Draw decodes, which may verify drafts, and prompts, of which some may be chunks that do not sample yet."""
+    max_num_seqs, max_num_tokens, most_drafts = sizes.max_num_seqs, sizes.max_num_tokens, sizes.max_drafts
     num_decodes = rng.choice([0, 1, 2, rng.randint(0, max_num_seqs - 1)])
     num_prompts = min(rng.choice([1, 2, rng.randint(1, 40)]), max_num_seqs - num_decodes)
     prompt_lens = [
         rng.choice([rng.randint(1, 40), rng.randint(1, 600), rng.randint(1, 4000)]) for _ in range(num_prompts)
     ]
-    lens = [1] * num_decodes + prompt_lens
+    drafts = [rng.randint(0, rng.choice([0, most_drafts])) for _ in range(num_decodes)]
+    lens = [1 + count for count in drafts] + prompt_lens
     while sum(lens) > max_num_tokens and len(lens) > 1:
         lens.pop()
     lens[-1] = min(lens[-1], max_num_tokens)
@@ -50,7 +54,21 @@ def draw(rng: random.Random, max_num_seqs: int, max_num_tokens: int) -> DeviceSt
     starts = [rng.randint(1, 900)] * num_decodes + [
         rng.choice([0, 16, rng.randint(0, 900)]) for _ in rows[num_decodes:]
     ]
-    return DeviceStep(rows, lens, starts, num_decodes, sampling)
+    if not most_drafts:
+        return DeviceStep(rows, lens, starts, num_decodes, sampling)
+    drafts = [*drafts[: len(lens)], *[0] * len(lens)]
+    asked = [rng.randint(0, rng.choice([1, most_drafts])) for _ in sampling]
+    return DeviceStep(
+        rows=rows,
+        query_lens=lens,
+        starts=starts,
+        num_decodes=num_decodes,
+        sampling=sampling,
+        num_drafts=[drafts[row] for row in sampling] if any(drafts) else [],
+        num_next=asked if any(asked) else [],
+        decode_len=1 + sizes.drafts(max(drafts)),
+        most_next=sizes.drafts(max(asked, default=0)),
+    )
 
 
 def missed(target: str, settings: dict[str, Any]) -> list[str]:
@@ -64,7 +82,7 @@ def missed(target: str, settings: dict[str, Any]) -> list[str]:
         rehearse(runner, config)
         num_known, sizes = len(variants.by_key), runner.batch.sizes
         for _ in range(NUM_STEPS):
-            run_step(runner, draw(rng, sizes.max_num_seqs, sizes.max_num_tokens), ((False, False), (True, True)))
+            run_step(runner, draw(rng, sizes), ((False, False), (True, True)))
     return [variant.name for variant in list(variants.by_key.values())[num_known:]]
 
 
