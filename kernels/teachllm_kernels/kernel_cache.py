@@ -9,9 +9,12 @@ would load it.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import stat
 import struct
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +102,9 @@ def cache_folder() -> Path:
 
 
 def usable_cache_folder() -> tuple[Path, str | None]:
-    """Return the folder of Triton's cache and None; or, if nothing can be kept there, a new folder and why.
+    """Return the folder of Triton's cache and None; or, if nothing can be kept there, another folder and why.
+
+    The other one is the same for all processes of a user, and lasts until the machine clears it.
 
     Raises:
         ValueError: nothing can be kept anywhere.
@@ -109,9 +114,19 @@ def usable_cache_folder() -> tuple[Path, str | None]:
     if why is None:
         return folder, None
     for parent in (Path(tempfile.gettempdir()), _IN_MEMORY):
-        if _why_not(parent) is None:
-            return Path(tempfile.mkdtemp(prefix="teachllm-kernels-", dir=parent)), why
+        other = parent / f"teachllm-kernels-{os.getuid()}"
+        if _why_not(parent) is None and _is_private(other):
+            return other, why
     raise _refusal(folder, why)
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether this user alone can write into a folder: code is loaded from it. It is made if it is missing."""
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return False
 
 
 def _refusal(folder: Path, why: str) -> ValueError:

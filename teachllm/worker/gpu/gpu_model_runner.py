@@ -106,7 +106,7 @@ class GPUModelRunner:
             raise ValueError("batch_invariant verifies chains of drafts: leave speculative_token_tree out")
         progress = progress or nobody_listens
         is_first_here = ranks.coords.rank % config.num_local_ranks == 0  # of this machine's ranks
-        compiling = start_compiling(config, whole, drafter, device) if is_first_here else None
+        compiling = start_compiling(config, whole, drafter, device, is_first_here)
         prediction = predict_needs(config, model_config, device, drafter)  # before any weight is read
         predicted = plan_memory(config, model_config, device, drafter, prediction.needs)
         allocated = torch.cuda.memory_allocated(device)

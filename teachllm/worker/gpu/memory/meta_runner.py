@@ -51,7 +51,6 @@ class MetaRunner:
         batch: the rows of requests.
         model, drafting, sampling, graph_runner: as of a `GPUModelRunner`; nothing is recorded.
         columns: this rank's part of the vocabulary; None if another stage computes the logits.
-        drafted: what a rehearsal has drafted for: (requests, any is random, drafts of each).
         num_kv_heads: of a rank.
         buffer_bytes: the bytes that the runner keeps from step to step beside weights and KV.
         shares_experts: whether other replicas have some of a mixture's experts.
@@ -106,7 +105,7 @@ class MetaRunner:
             drafting=drafting,
             columns=self.columns,
         )
-        self.drafting, self.drafted = drafting, set[tuple[int, bool, int]]()
+        self.drafting = drafting
         self.sampling = GPUSampling(
             self.batch, sampler, drafting, None if speculation is None else speculation.synthetic_rate, columns
         )

@@ -102,11 +102,14 @@ def _end(process: subprocess.Popen[bytes], said: TextIO) -> None:
 
 
 def start_compiling(
-    config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None, device: torch.device
+    config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None, device: torch.device, is_first: bool = True
 ) -> CompileProcess | None:
     """Start to compile an engine's kernels; None: an earlier start has left all of them in the cache.
 
     If nothing can be kept in Triton's cache, this process and its children get another one, and a warning says so.
+
+    Args:
+        is_first: of this machine's ranks; the others start nothing.
     """
     gpu, usual = gpu_type(device), usual_cache_folder()
     if CompiledRecord(usual, config, model, drafter, gpu).is_complete():  # it need not be writable then
@@ -114,12 +117,15 @@ def start_compiling(
     folder, why_not = usable_cache_folder()
     if why_not is not None:
         os.environ["TRITON_CACHE_DIR"] = str(folder)
-        warnings.warn(
-            f"kernels cannot be kept in {usual} ({why_not}) and are compiled at every start: set TRITON_CACHE_DIR to "
-            "another folder",
-            stacklevel=2,
-        )
-    return CompileProcess(config, gpu)
+        if is_first:
+            warnings.warn(
+                f"kernels cannot be kept in {usual} ({why_not}) and are in {folder}: set TRITON_CACHE_DIR to a folder "
+                "that lasts",
+                stacklevel=2,
+            )
+        if CompiledRecord(folder, config, model, drafter, gpu).is_complete():
+            return None
+    return CompileProcess(config, gpu) if is_first else None
 
 
 def finish_compiling(process: CompileProcess, progress: Callable[[int, int], None]) -> None:

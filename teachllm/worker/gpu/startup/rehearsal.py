@@ -38,67 +38,76 @@ def known_variants(
     """
     variants = KernelVariants(gpu)
     with dry_run(gpu, variants.add), torch.inference_mode():
-        runner = MetaRunner(config, model, drafter)
-        rehearse(runner, config)
+        Rehearsal(MetaRunner(config, model, drafter)).run_all()
     return variants
 
 
-def rehearse(runner: MetaRunner, config: EngineConfig) -> None:
-    """Run steps of each kind, as `GPUModelRunner` would execute, sample and draft for them."""
-    sampled = [each for each in (ALL_VARIANTS if config.speculative_config is None else VARIANTS) if each is not None]
-    decodes = decode_steps(runner.batch, is_adaptive=True).values()  # near its end, any request drafts less
-    for step in (*decodes, *prompt_steps(runner.batch.sizes), *mixed_steps(runner.batch, runner.num_kv_heads)):
-        run_step(runner, step, sampled)
+class Rehearsal:
+    """Run steps on the meta device as `GPUModelRunner` would execute, sample and draft for them.
 
+    Args:
+        runner: made in the dry run in which the steps are run.
+    """
 
-def run_step(runner: MetaRunner, step: DeviceStep, sampled: Sequence[tuple[bool, bool]]) -> None:
-    """Run a step, and sample from it in several ways, see `Sampler.plain_variant`."""
-    held = [runner.graph_runner.full_key(step, variant) for variant in sampled] if step.sampling else [None]
-    if None in held:
-        _run_mixed(runner, step, sampled)
-    for padded, key in {each[1]: each for each in held if each is not None}.values():
-        logits = runner.graph_runner.full(padded, key, behind=[])
-        if logits is not None and runner.columns is not None:
-            tokens = runner.graph_runner.tokens_of(padded, key.num_seqs, key.num_tokens)
-            _sample(runner, step, logits[: step.num_logits], tokens, sampled)
+    def __init__(self, runner: MetaRunner) -> None:
+        self._runner = runner
+        self._drafted: set[tuple[int, bool, int]] = set()
 
+    def run_all(self) -> None:
+        """Run steps of each kind."""
+        runner = self._runner
+        sampled = VARIANTS if runner.drafting is not None else [each for each in ALL_VARIANTS if each is not None]
+        decodes = decode_steps(runner.batch, is_adaptive=True).values()  # near its end, any request drafts less
+        mixed = mixed_steps(runner.batch, runner.num_kv_heads)
+        for step in (*decodes, *prompt_steps(runner.batch.sizes), *mixed):
+            self.run(step, sampled)
 
-def _sample(
-    runner: MetaRunner,
-    step: DeviceStep,
-    logits: torch.Tensor,
-    tokens: FlatBatch,
-    sampled: Sequence[tuple[bool, bool]],
-    hidden: torch.Tensor | None = None,
-) -> None:
-    """Sample and draft behind a forward pass."""
-    drafting, count = runner.drafting, len(step.sampling)
-    behind = [Behind(row, 0, step.num_tokens // len(step.rows)) for row in step.rows]
-    if drafting is not None:
-        drafting.catch_up(behind)
-    for variant in sampled:
-        runner.sampling.plain(logits, count, variant, verifies=bool(step.num_drafts))
-        if drafting is None:
-            continue
-        drafter, key = drafting.drafter, (count, variant[0], step.most_next)
-        reads_tokens = drafter is not None and (drafter.follows_always or drafter.reads_all_hidden)
-        if reads_tokens or key not in runner.drafted:  # rounds of drafts depend on the number of requests alone
-            runner.drafted.add(key)
-            drafting.propose(step, tokens, [], variant[0], hidden=hidden)
+    def run(self, step: DeviceStep, sampled: Sequence[tuple[bool, bool]]) -> None:
+        """Run a step, and sample from it in several ways, see `Sampler.plain_variant`."""
+        graph_runner = self._runner.graph_runner
+        held = [graph_runner.full_key(step, variant) for variant in sampled] if step.sampling else [None]
+        if None in held:
+            self._run_mixed(step, sampled)
+        for padded, key in {each[1]: each for each in held if each is not None}.values():
+            logits = graph_runner.full(padded, key, behind=[])
+            if logits is not None and self._runner.columns is not None:
+                tokens = graph_runner.tokens_of(padded, key.num_seqs, key.num_tokens)
+                self._sample(step, logits[: step.num_logits], tokens, sampled)
 
+    def _run_mixed(self, step: DeviceStep, sampled: Sequence[tuple[bool, bool]]) -> None:
+        """Run a step that no graph holds, once."""
+        runner, drafting = self._runner, self._runner.drafting
+        indices = runner.batch.header.logit_index[: step.num_logits] if step.sampling else None
+        reads_all = drafting is not None and drafting.drafter is not None and drafting.drafter.reads_all_hidden
+        hidden = runner.graph_runner.mixed(step, None if reads_all else indices)
+        if runner.columns is None or indices is None:
+            return
+        chosen = hidden.index_select(0, indices) if reads_all else hidden
+        logits = runner.model.logits(chosen, sharded=True, in_float32=False)
+        tokens = runner.graph_runner.tokens_of(step, *runner.graph_runner.mixed_shape(step))
+        self._sample(step, logits, tokens, sampled, hidden if reads_all else chosen)
 
-def _run_mixed(runner: MetaRunner, step: DeviceStep, sampled: Sequence[tuple[bool, bool]]) -> None:
-    """Run a step that no graph holds, once."""
-    graph_runner, drafting = runner.graph_runner, runner.drafting
-    indices = runner.batch.header.logit_index[: step.num_logits] if step.sampling else None
-    reads_all = drafting is not None and drafting.drafter is not None and drafting.drafter.reads_all_hidden
-    hidden = graph_runner.mixed(step, None if reads_all else indices)
-    if runner.columns is None or indices is None:
-        return
-    chosen = hidden.index_select(0, indices) if reads_all else hidden
-    logits = runner.model.logits(chosen, sharded=True, in_float32=False)
-    tokens = graph_runner.tokens_of(step, *graph_runner.mixed_shape(step))
-    _sample(runner, step, logits, tokens, sampled, hidden if reads_all else chosen)
+    def _sample(
+        self,
+        step: DeviceStep,
+        logits: torch.Tensor,
+        tokens: FlatBatch,
+        sampled: Sequence[tuple[bool, bool]],
+        hidden: torch.Tensor | None = None,
+    ) -> None:
+        """Sample and draft behind a forward pass."""
+        sampling, drafting, count = self._runner.sampling, self._runner.drafting, len(step.sampling)
+        if drafting is not None:
+            drafting.catch_up([Behind(row, 0, step.num_tokens // len(step.rows)) for row in step.rows])
+        for variant in sampled:
+            sampling.plain(logits, count, variant, verifies=bool(step.num_drafts))
+            if drafting is None:
+                continue
+            drafter, key = drafting.drafter, (count, variant[0], step.most_next)
+            reads_tokens = drafter is not None and (drafter.follows_always or drafter.reads_all_hidden)
+            if reads_tokens or key not in self._drafted:  # otherwise the number of requests decides what is launched
+                self._drafted.add(key)
+                drafting.propose(step, tokens, [], variant[0], hidden=hidden)
 
 
 def mixed_steps(batch: DeviceBatch, num_kv_heads: int) -> Iterator[DeviceStep]:

@@ -16,6 +16,7 @@ from teachllm_kernels.compile_pool import Compilation
 from teachllm_kernels.gpu_type import GPU_TYPES
 from teachllm_kernels.variants import KernelVariant
 from tests.compiled import run_compiled
+from tests.thorough import THOROUGH
 
 
 def test_kernels_follow_from_settings_and_gpu() -> None:
@@ -31,6 +32,15 @@ def test_kernels_follow_from_settings_and_gpu() -> None:
     assert found["int4"].keys() - found["hopper"].keys() == {"_hopper_packed_linear", "_packed_gemv", "_dequantize"}
     assert found["stages"] == found["hopper"]  # the stages' together
     assert found["drafts"].keys() - found["hopper"].keys() >= {"_accept_drafts", "_propose", "_push_drafts"}
+
+
+@pytest.mark.skipif(not THOROUGH, reason="a minute's work; make test-thorough")
+def test_one_that_was_killed_and_several_at_once_leave_a_whole_cache(tmp_path: Path) -> None:
+    found = run_compiled(Path(__file__).parent / "shared_cache.py", "8", cache=tmp_path)
+    assert not found["after one was killed"] and found["in the end"] and not found["failures"]
+    first, *others = sorted(found["compiled"], reverse=True)
+    assert first > 0 and not any(others)  # one compiles the rest, and those that waited for it find all
+    assert len({sum(counts) for counts in zip(found["compiled"], found["found"], strict=True)}) == 1
 
 
 def test_a_cache_that_cannot_be_written_to_is_refused_before_anything_is_compiled(

@@ -19,6 +19,7 @@ from teachllm.config import EngineConfig
 from teachllm.worker.gpu.startup import compile_process
 from teachllm.worker.gpu.startup.compilation import Compiled
 from teachllm.worker.gpu.startup.compile_process import CompileProcess, finish_compiling, start_compiling
+from teachllm_kernels import kernel_cache
 from teachllm_kernels.gpu_type import GPU_TYPES
 from tests.processes import is_gone
 from tests.waiting import wait_for
@@ -155,6 +156,12 @@ def test_a_cache_that_cannot_be_written_to_is_replaced_and_a_line_says_so(
     (tmp_path / "cache").rmdir()
     (tmp_path / "cache").write_text("")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.warns(UserWarning, match=r"cache \(file exists\) and are compiled at every start: set"):
+    with pytest.warns(UserWarning, match=r"cache \(file exists\) and are in .*: set TRITON_CACHE_DIR"):
         start()
-    assert Path(started[1]).parent == tmp_path and Path(started[1]).is_dir()
+    other = Path(started[1])
+    assert other.parent == tmp_path and other.stat().st_mode & 0o777 == 0o700
+    other.chmod(0o777)  # anybody could put kernels there
+    monkeypatch.setattr(kernel_cache, "_IN_MEMORY", tmp_path / "memory")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.warns(UserWarning, match="memory"):
+        start()
