@@ -38,11 +38,11 @@ def known_variants(
     """
     variants = KernelVariants(gpu)
     with dry_run(gpu, variants.add), torch.inference_mode():
-        Rehearsal(MetaRunner(config, model, drafter)).run_all()
+        StepRehearsal(MetaRunner(config, model, drafter)).run_all()
     return variants
 
 
-class Rehearsal:
+class StepRehearsal:
     """Run steps on the meta device as `GPUModelRunner` would execute, sample and draft for them.
 
     Args:

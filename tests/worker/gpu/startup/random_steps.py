@@ -20,7 +20,7 @@ from teachllm.models.model_config import load_model_config
 from teachllm.worker.gpu.cuda_graphs import GraphSizes
 from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm.worker.gpu.memory.meta_runner import MetaRunner
-from teachllm.worker.gpu.startup.rehearsal import Rehearsal
+from teachllm.worker.gpu.startup.rehearsal import StepRehearsal
 from teachllm_kernels.dry_run import dry_run
 from teachllm_kernels.gpu_type import GPU_TYPES
 from teachllm_kernels.variants import KernelVariants
@@ -79,7 +79,7 @@ def missed(target: str, settings: dict[str, Any]) -> list[str]:
     variants = KernelVariants(gpu)
     with dry_run(gpu, variants.add), torch.inference_mode():
         runner = MetaRunner(config, model)
-        rehearsal, sizes = Rehearsal(runner), runner.batch.sizes
+        rehearsal, sizes = StepRehearsal(runner), runner.batch.sizes
         rehearsal.run_all()
         num_known = len(variants.by_key)
         for _ in range(NUM_STEPS):

@@ -21,7 +21,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from teachllm import LLM, SamplingParams
 from teachllm.spec_decode.load import load_drafter_config
 from teachllm.worker.gpu.memory.meta_runner import MetaRunner
-from teachllm.worker.gpu.startup.rehearsal import Rehearsal
+from teachllm.worker.gpu.startup.rehearsal import StepRehearsal
 from teachllm_kernels.dry_run import dry_run
 from teachllm_kernels.gpu_type import GPU_TYPES
 from tests.checkpoints import VOCAB_SIZE
@@ -86,7 +86,7 @@ def test_every_launch_of_an_engine_was_rehearsed(method: str | None, monkeypatch
         foreseen.add(variant_of(function, args, options))
 
     with dry_run(GPU_TYPES["sm_86"], note), torch.inference_mode():
-        Rehearsal(MetaRunner(config, model, drafter)).run_all()
+        StepRehearsal(MetaRunner(config, model, drafter)).run_all()
     missed = {variant for variant in met - foreseen if variant[0] not in ON_A_CPU}
     assert not missed
     assert len({name for name, *_ in met}) >= 9
