@@ -11,6 +11,9 @@ measured, and how, is in `host_step_worker.py`. The phases of a step:
     update     sampled tokens into the rows, `Scheduler.update`
     loop       the rest of `EngineCore.step`; unless steps run ahead, it hashes the blocks that have become full
 
+A third kind of row, "arrivals", has the cost of a request that shares 4,096 tokens with those before it, from its
+arrival to its only token: most of it is to find the prefix in the cache.
+
 Times are those of the best of 15 processes, each a fresh interpreter; calls are counted in a process of their own. With
 `--against` three kinds of process take turns, in one order and then in the other: this checkout ("here"), the same once
 more, and the other one ("there").
@@ -33,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "host_step_parts"))
 
 from h200 import commit_of, names, provenance, script_parser  # noqa: E402
 from host_step_meter import PHASES  # noqa: E402
-from host_step_worker import RUNNERS, Cells  # noqa: E402
+from host_step_worker import ARRIVALS, RUNNERS, Cells  # noqa: E402
 
 from teachllm.engine.observability.ceilings import device_name  # noqa: E402
 
@@ -137,7 +140,8 @@ def show(times: Mapping[str, Cells], calls: Mapping[str, Cells], commits: Mappin
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = script_parser(__doc__)
     parser.add_argument("--against", type=Path, metavar="PATH", help="another checkout, older or newer")
-    parser.add_argument("--runners", type=names(list(RUNNERS)), default=list(RUNNERS), help=f"of {','.join(RUNNERS)}")
+    every = [*RUNNERS, ARRIVALS]
+    parser.add_argument("--runners", type=names(every), default=every, help=f"of {','.join(every)}")
     parser.add_argument("--requests", default="1,64,256", help="how many run, with commas between the numbers")
     parser.add_argument("--processes", type=int, default=15, help="per side (default: 15)")
     options = parser.parse_args(arguments)

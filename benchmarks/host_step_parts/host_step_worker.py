@@ -4,6 +4,8 @@ The engine's own loop, scheduler and rows run; only the model is missing. Whiche
 PYTHONPATH is measured, so that one copy of this script measures every checkout. What may be called differently
 elsewhere is named in `SYMBOLS` and `MEMBERS`, and nowhere else: put the new name beside the old one.
 
+Beside these runners stand arrivals: what a request that shares a long prefix with others costs in all.
+
 Prints JSON: {"package": folder, "cells": {runner: {number of requests: {phase: cost per step}}}}.
 """
 
@@ -11,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import sys
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
@@ -52,6 +56,8 @@ WINDOW = BLOCK_SIZE  # steps; each request enters a new block once in a window, 
 MAX_MODEL_LEN = 1024
 NUM_WARMUP_STEPS = 2 * WINDOW
 SAMPLED_ID = 7
+ARRIVALS = "arrivals"  # beside the runners: requests that share a prefix arrive
+SHARED = 4096  # tokens of it
 _HERE = (lambda: None).__code__.co_filename
 
 Cells = dict[str, dict[str, Costs]]  # by runner and number of requests
@@ -235,9 +241,50 @@ def measure(runner: str, num_requests: int, *, num_windows: int, meter: Meter) -
     return windows
 
 
+def measure_arrivals(num_requests: int, *, num_windows: int, meter: Meter) -> list[Costs]:
+    """Return what a request costs the host from its arrival to its only token, for windows of `num_requests`.
+
+    They share `SHARED` tokens, which are in the cache, and arrive one after the other, each with `BLOCK_SIZE` tokens of
+    its own. On a CPU.
+    """
+    max_len = SHARED + 2 * BLOCK_SIZE
+    config = load("EngineConfig")(
+        device="cpu", block_size=BLOCK_SIZE, max_model_len=max_len, max_num_seqs=2, max_num_batched_tokens=max_len
+    ).resolve(max_len)
+    executor = InstantExecutor(CPUInputs(config), num_blocks=4 * max_len // BLOCK_SIZE)
+    core = load("EngineCore")(config, executor)
+    scheduler = get(core, "EngineCore.scheduler")
+    meter.attach(scheduler, name_of(scheduler, "Scheduler.schedule"), "schedule")
+    meter.attach(executor, "execute", "inputs")
+    meter.attach(executor, "sample", "update")
+    meter.attach(scheduler, name_of(scheduler, "Scheduler.update"), "update")
+    params, shared = load("SamplingParams")(temperature=0.0, max_tokens=1), [3] * SHARED
+    requests = (
+        load("Request")(str(index), array("q", shared + [4 + index] * BLOCK_SIZE), params)
+        for index in itertools.count()
+    )
+
+    def arrive() -> None:
+        core.add(next(requests))
+        core.step()
+
+    meter.window(arrive, 4)
+    windows = [meter.window(arrive, num_requests) for _ in range(num_windows)]
+    if executor.num_scheduled != 4 + num_windows * num_requests:
+        raise RuntimeError(f"{executor.num_scheduled} steps: a request that arrives takes more than one")
+    return windows
+
+
+def windows_of(runner: str, num_requests: int, *, num_windows: int, meter: Meter) -> list[Costs]:
+    """Return what each window costs, of `RUNNERS` or of arrivals."""
+    if runner == ARRIVALS:
+        return measure_arrivals(num_requests, num_windows=num_windows, meter=meter)
+    return measure(runner, num_requests, num_windows=num_windows, meter=meter)
+
+
 def measure_time(runner: str, num_requests: int, num_windows: int) -> Costs:
     """Return the microseconds of CPU time per step of the window that took least."""
-    windows = measure(runner, num_requests, num_windows=num_windows, meter=cpu_time_meter())
+    windows = windows_of(runner, num_requests, num_windows=num_windows, meter=cpu_time_meter())
     least = min(windows, key=lambda costs: sum(costs.values()))
     return {phase: nanoseconds / 1000 for phase, nanoseconds in least.items()}
 
@@ -245,13 +292,13 @@ def measure_time(runner: str, num_requests: int, num_windows: int) -> Costs:
 def measure_calls(runner: str, num_requests: int, num_windows: int) -> Costs:
     """Return the calls of functions per step, over all windows; this script's own are not counted."""
     with call_meter(caller=_HERE) as meter:
-        windows = measure(runner, num_requests, num_windows=num_windows, meter=meter)
+        windows = windows_of(runner, num_requests, num_windows=num_windows, meter=meter)
     return {phase: sum(costs[phase] for costs in windows) / num_windows for phase in PHASES}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runners", default="cpu,gpu")
+    parser.add_argument("--runners", default="cpu,gpu,arrivals")
     parser.add_argument("--requests", default="1,64,256")
     parser.add_argument("--windows", type=int, default=12, help=f"of {WINDOW} steps")
     parser.add_argument("--count-calls", action="store_true", help="count calls, and measure no time")

@@ -66,7 +66,8 @@ def test_a_worker_prints_its_package_and_every_cell(
     shape = {
         runner: {count: set(costs) for count, costs in counts.items()} for runner, counts in found["cells"].items()
     }
-    assert shape == {runner: {count: set(meter.PHASES) for count in ("1", "2")} for runner in ("cpu", "gpu")}
+    kinds = (*worker.RUNNERS, worker.ARRIVALS)
+    assert shape == {kind: {count: set(meter.PHASES) for count in ("1", "2")} for kind in kinds}
 
 
 def test_two_checkouts_are_compared_after_the_noise(
