@@ -73,7 +73,8 @@ def _add_information(router: APIRouter, service: Service) -> None:
     @router.get("/health", responses={200: {"model": response_schemas.Health}, 503: {"model": response_schemas.Health}})
     async def health() -> Response:
         """Return whether requests are taken: "starting", "healthy", "stopping" or "dead"."""
-        return _json({"status": service.status}, 200 if service.status == "healthy" else 503)
+        startup = {"startup": service.startup} if service.status == "starting" and service.startup else {}
+        return _json({"status": service.status} | startup, 200 if service.status == "healthy" else 503)
 
     @router.get("/version", responses={200: {"model": response_schemas.Version}})
     async def version() -> Response:

@@ -33,6 +33,7 @@ from teachllm.server.options import ServerOptions
 from teachllm.server.service import Service
 from teachllm.server.start import EngineClient, start_engine, start_text_workers
 from teachllm.server.trace_endpoint import TraceHub
+from teachllm.startup_progress import StartupStage
 
 if TYPE_CHECKING:
     from teachllm.engine.processes.text_workers import TextWorkers
@@ -164,6 +165,7 @@ class _ServerLifecycle:
                 on_stats=self._service.metrics.on_step,
                 on_end=on_end,
                 trace_sinks=[hub.sink for hub in self._traces],
+                progress=self._on_progress,
             )
             workers.wait_until_loaded()
             gc.collect()
@@ -182,6 +184,12 @@ class _ServerLifecycle:
         seconds = round(time.perf_counter() - began, 2)
         logger.info("ready", extra={"fields": {"model": self._config.model, "seconds": seconds}})
         return True
+
+    def _on_progress(self, stage: StartupStage, done: int, total: int) -> None:
+        """Note how far the engine is, in a thread of its own, and log where a stage begins."""
+        if self._service.startup.get("stage") != stage:
+            logger.info("starting", extra={"fields": {"stage": stage, "of": total}})
+        self._service.starts(stage, done, total)
 
     async def _end(self) -> int:
         if self._died.is_set():

@@ -18,6 +18,7 @@ from teachllm.server.metrics import Metrics
 from teachllm.server.options import ServerOptions
 from teachllm.server.start import EngineClient
 from teachllm.server.text_service import TextService, Workers
+from teachllm.startup_progress import StartupStage
 
 if TYPE_CHECKING:
     from teachllm.engine.text.tokenizer import Tokenizer
@@ -42,6 +43,7 @@ class Service:
 
     Attributes:
         created: seconds since 1970.
+        startup: while it starts, which stage it has come to, and how far: "stage", "done", "of".
         open: requests that have been admitted and have not ended.
         num_open: their completions.
         traces: subscribers of each replica's trace; none without that endpoint.
@@ -53,6 +55,7 @@ class Service:
         self.metrics = Metrics(self.names[0])
         self.created = int(time.time())
         self.status: Status = "starting"
+        self.startup: dict[str, str | int] = {}
         self.open: set[Generation] = set()
         self.num_open = 0
         self._idle = asyncio.Event()
@@ -63,6 +66,10 @@ class Service:
         self._numbers = count(1)
 
     # -- health --------------------------------------------------------------------------------------------
+
+    def starts(self, stage: StartupStage, done: int, total: int) -> None:
+        """Note how far the engine is on its way, as a `StartupProgress`."""
+        self.startup = {"stage": stage, "done": done, "of": total}
 
     def started(self, client: EngineClient, workers: Workers | None = None) -> None:
         """The engine is there.

@@ -9,6 +9,7 @@ from teachllm.config import EngineConfig
 from teachllm.engine.observability.stats import StepStats
 from teachllm.outputs import RequestOutput
 from teachllm.sampling_params import SamplingParams
+from teachllm.startup_progress import StartupProgress
 
 if TYPE_CHECKING:
     from teachllm.engine.processes.text_workers import TextWorkers
@@ -42,6 +43,7 @@ def start_engine(
     on_stats: Callable[[StepStats], None],
     on_end: Callable[[Exception | None], None],
     trace_sinks: Sequence[Callable[[str], None]] = (),
+    progress: StartupProgress | None = None,
 ) -> EngineClient:
     """Loads the model; takes as long as that takes.
 
@@ -49,13 +51,16 @@ def start_engine(
         on_stats: called in a thread of the engine's after every step.
         on_end: called in a thread of the engine's when it ends, with the error if it was not closed.
         trace_sinks: one for each replica takes the lines of its trace; none: nothing is traced.
+        progress: called in a thread of the engine's.
 
     Raises:
         ValueError: the checkpoint or the settings are refused.
     """
     from teachllm.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.start(config, own_process=True, on_stats=on_stats, on_end=on_end, trace_sink=trace_sinks)
+    return AsyncLLM.start(
+        config, own_process=True, on_stats=on_stats, on_end=on_end, trace_sink=trace_sinks, progress=progress
+    )
 
 
 def start_text_workers(config: EngineConfig) -> TextWorkers:

@@ -24,6 +24,7 @@ from teachllm.config import EngineConfig
 from teachllm.server import freed_memory, lifecycle
 from teachllm.server.http import connections
 from teachllm.server.options import ServerOptions
+from teachllm.startup_progress import StartupProgress
 from tests.clients import http_client
 from tests.server.fake_engine import FakeEngineClient, FakeWorkers, chunks, error_of
 from tests.waiting import HANG_SECONDS, wait_for
@@ -68,7 +69,10 @@ class Life:
         monkeypatch.setattr(lifecycle.logger, "_log", self._note)
         monkeypatch.setattr(lifecycle.logger, "level", logging.INFO)
 
-    def _start(self, config: EngineConfig, *, on_stats: Any, on_end: Callable[[Exception], None], **_: Any) -> Engine:
+    def _start(
+        self, config: EngineConfig, *, on_end: Callable[[Exception], None], progress: StartupProgress, **_: Any
+    ) -> Engine:
+        self.progress = progress
         self._started.set()
         assert self.loads.wait(HANG_SECONDS)
         if self.refusal is not None:
@@ -211,6 +215,24 @@ def test_an_engine_that_dies_ends_everything_with_an_error(make: Callable[..., L
 
     assert life.run(client) == 1
     assert life.fields("the engine died")["error"] == "RuntimeError: killed"
+
+
+def test_health_and_the_log_tell_how_far_a_start_has_come(make: Callable[..., Life]) -> None:
+    life = make()
+
+    def client(http: httpx.Client) -> None:
+        assert life._started.wait(HANG_SECONDS)
+        for done in (1, 83):
+            life.progress("kernels", done, 83)
+            startup = {"stage": "kernels", "done": done, "of": 83}
+            assert http.get("/health").json() == {"status": "starting", "startup": startup}
+        assert [fields for event, fields in life.log if event == "starting"] == [{"stage": "kernels", "of": 83}]
+        life.loads.set()
+        life.fields("ready")
+        assert http.get("/health").json() == {"status": "healthy"}
+        tell(signal.SIGTERM)
+
+    assert life.run(client) == 0
 
 
 def test_a_model_that_is_refused_ends_the_server_with_the_reason(make: Callable[..., Life]) -> None:

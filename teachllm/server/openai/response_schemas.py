@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from teachllm.startup_progress import StartupStage
+
 
 class ErrorInfo(BaseModel):
     message: str
@@ -18,8 +20,15 @@ class Error(BaseModel):
     error: ErrorInfo
 
 
+class Startup(BaseModel):
+    stage: StartupStage
+    done: int
+    of: int
+
+
 class Health(BaseModel):
     status: Literal["starting", "healthy", "stopping", "dead"]
+    startup: Startup | None = None
 
 
 class Version(BaseModel):
