@@ -1,4 +1,4 @@
-"""Measure what more GPUs gain: some of h200.py's workloads by way of sharing, beside one GPU. See `ways.py`.
+"""Measure what more GPUs gain: some of h200.py's workloads by way of sharing, beside one GPU. See `h200_parts/ways.py`.
 
     PYTHONPATH=.:kernels:cli:webui:lessons python3 benchmarks/parallel.py [--ways one,tp2] [--output FILE]
         [--workloads single,mixed] [--quick]
@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from ways import Way, run
+from h200_parts.ways import Way, run
 
 from teachllm.config import PARALLEL_SIZES
 

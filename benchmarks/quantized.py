@@ -1,4 +1,4 @@
-"""Measure what quantization gains: some of h200.py's workloads, beside bfloat16, in one process. See `ways.py`.
+"""Measure what quantization gains: some of h200.py's workloads, beside bfloat16, in one process.
 
 PYTHONPATH=.:kernels:cli:webui:lessons python3 benchmarks/quantized.py [--ways fp8,fp8-kv] [--output FILE]
     [--workloads single,mixed] [--quick]
@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from ways import Way, run
+from h200_parts.ways import Way, run
 
 _FP8_GOALS = {
     "single": {"tpot_ms": 2.5},

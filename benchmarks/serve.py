@@ -4,8 +4,9 @@
 
 Offline: `mixed` of `teachllm/bench/workloads.py` in a process of its own, which ends before the server starts. Served:
 the same requests as token ids, all at once, each streamed to a client on the same machine as text. Same settings, same
-seeds; random weights of Qwen3-0.6B's shape, and a synthetic tokenizer of its size (`synthetic_tokenizer.py`), so that
-turning ids into text is real work. After two warm-ups, the median of three runs; times are of all three together.
+seeds; random weights of Qwen3-0.6B's shape, and a synthetic tokenizer of its size, so that turning ids into text is
+real work (`serve_parts/synthetic_tokenizer.py`). After two warm-ups, the median of three runs; times are of all three
+together.
 
 The bar is 0.90 of the offline output tokens per second. The exit code is 1 if something failed, not if the bar is
 missed.
@@ -27,17 +28,17 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 WINGS = [str(ROOT / folder) for folder in (".", "kernels", "cli", "webui", "lessons", "benchmarks")]
 sys.path[:0] = WINGS
 
 from h200 import engine_settings, provenance, script_parser, write_shape  # noqa: E402
-from synthetic_tokenizer import write_tokenizer  # noqa: E402
+from serve_parts.synthetic_tokenizer import write_tokenizer  # noqa: E402
 
 from teachllm.bench.serve.client import Target  # noqa: E402
 from teachllm.bench.serve.dataset import Prompt  # noqa: E402
@@ -75,15 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = write_model(Path(folder), options.tiny)
         without = offline_process(settings, options.tiny)
         print(f"offline: {without['tok_s']:,.0f} output tokens/s", file=sys.stderr, flush=True)
-        with server(settings, shlex.split(options.serve_flags), Path(folder) / "server.log") as url:
-            loads = served(url, batch)
-    begins = provenance("serve.py", arguments, without.pop("device"), options.commit)
+        with server(settings, shlex.split(options.serve_flags), Path(folder) / "server.log") as running:
+            print(f"server: ready after {running.ready_s:.1f} s", file=sys.stderr, flush=True)
+            loads = served(running.url, batch)
+    begins = with_packages(provenance("serve.py", arguments, without.pop("device"), options.commit))
     with_server = summary(loads)
     ratio = with_server["tok_s"] / without["tok_s"]
     result = {"offline": without, "served": with_server, "ratio": ratio, "bar": BAR}
-    for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            begins["versions"][package] = metadata.version(package)
     if options.output:
         text = json.dumps(begins | {"workloads": {MODEL: {"mixed": result}}}, indent=2)
         options.output.write_text(text + "\n", encoding="utf-8")
@@ -91,14 +90,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_model(folder: Path, is_tiny: bool) -> dict[str, Any]:
-    """Writes the checkpoint; returns the settings of its engine."""
+def with_packages(begins: dict[str, Any]) -> dict[str, Any]:
+    """Return what a result begins with, and the versions of what serves."""
+    found = dict(begins["versions"])
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return begins | {"versions": found}
+
+
+def write_model(folder: Path, is_tiny: bool, model: str = MODEL) -> dict[str, Any]:
+    """Write the checkpoint; return the settings of its engine."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = write_shape(MODEL, folder)
+    path = write_shape(model, folder)
     settings = engine_settings(path, device) | (_TINY_SETTINGS if is_tiny else {})
-    shape = _TINY_SHAPE if is_tiny else SHAPES[MODEL]
+    shape = _TINY_SHAPE if is_tiny else SHAPES[model]
     (path / "config.json").write_text(json.dumps(shape, indent=2), encoding="utf-8")
     write_tokenizer(path, shape["vocab_size"])
     return settings
@@ -129,9 +137,28 @@ def offline_process(settings: dict[str, Any], is_tiny: bool) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+class RunningServer(NamedTuple):
+    """A server that is ready.
+
+    Attributes:
+        ready_s: from the start of its process until /health said so.
+    """
+
+    url: str
+    ready_s: float
+
+
 @contextlib.contextmanager
-def server(settings: dict[str, Any], more_flags: Sequence[str], log: Path) -> Iterator[str]:
-    """The address of a server that is ready; told to end afterwards.
+def server(
+    settings: dict[str, Any],
+    more_flags: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[RunningServer]:
+    """Run a server until it is ready, and end it afterwards.
+
+    Args:
+        environment: of its process, besides where our packages are; None is this process's.
 
     Raises:
         RuntimeError: it ended, or was not ready in time; with the last line of its log.
@@ -144,16 +171,15 @@ def server(settings: dict[str, Any], more_flags: Sequence[str], log: Path) -> It
     command += [text for name, value in flags.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as output:
-        process = subprocess.Popen([*command, *more_flags], env=_environment(), stdout=output, stderr=output)
+        begin = time.monotonic()
+        process = subprocess.Popen([*command, *more_flags], env=_environment(environment), stdout=output, stderr=output)
         try:
-            begin = time.monotonic()
             while not _is_ready(url):
                 if process.poll() is not None or time.monotonic() - begin > _LONGEST_S:
                     why = f"ended with {process.returncode}" if process.poll() is not None else "is not ready"
                     raise RuntimeError(f"the server {why}: {_last_line(log.read_text(errors='replace'))}")
                 time.sleep(0.1)
-            print(f"server: ready after {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
-            yield url
+            yield RunningServer(url, time.monotonic() - begin)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -168,16 +194,23 @@ def served(url: str, batch: dict[str, int]) -> list[Load]:
     Raises:
         RuntimeError: a request failed, or ended early: its time does not count.
     """
-    loads = [once(url, seed, batch) for seed in _SEEDS]
-    for load in loads:
-        if load.failed:
-            raise RuntimeError(f"{len(load.failed)} requests failed, the first with: {load.failed[0].error}")
-        if short := [record for record in load.records if record.num_output_tokens != record.output_len]:
-            raise RuntimeError(
-                f"a request ended after {short[0].num_output_tokens} of {short[0].output_len} tokens: the time of its "
-                "run does not count"
-            )
-    return loads[_NUM_WARMUPS:]
+    return [checked(once(url, seed, batch)) for seed in _SEEDS][_NUM_WARMUPS:]
+
+
+def checked(load: Load) -> Load:
+    """Return a load whose requests have all got their tokens.
+
+    Raises:
+        RuntimeError: a request failed, or ended early: its time does not count.
+    """
+    if load.failed:
+        raise RuntimeError(f"{len(load.failed)} requests failed, the first with: {load.failed[0].error}")
+    if short := [record for record in load.records if record.num_output_tokens != record.output_len]:
+        raise RuntimeError(
+            f"a request ended after {short[0].num_output_tokens} of {short[0].output_len} tokens: the time of its "
+            "run does not count"
+        )
+    return load
 
 
 def once(url: str, seed: int, batch: dict[str, int]) -> Load:
@@ -223,9 +256,10 @@ def show(result: dict[str, Any]) -> None:
         print(f"warning: {doubt}")
 
 
-def _environment() -> dict[str, str]:
-    paths = [*WINGS, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+def _environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    given = os.environ if environment is None else environment
+    paths = [*WINGS, *filter(None, [given.get("PYTHONPATH")])]
+    return {**given, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _is_ready(url: str) -> bool:

@@ -80,9 +80,12 @@ FLOORS: dict[str, tuple[str, ...] | None] = {
     ),
     # With what compares a quantized model with its original: both run in the engine.
     "teachllm.bench": (
-        *("teachllm", "teachllm.engine", "teachllm.worker.device", "teachllm.trace", "teachllm.roofline"),
-        *("teachllm.models.model_config", "teachllm.quantization.algorithms", "teachllm.checkpoint", *PLAIN_DATA),
+        *("teachllm", "teachllm.core", "teachllm.engine", "teachllm.worker.device", "teachllm.trace"),
+        *("teachllm.roofline", "teachllm.models.model_config", "teachllm.quantization.algorithms"),
+        *("teachllm.checkpoint", *PLAIN_DATA),
         "teachllm_kernels.kernel_list",
+        # To name the kernel or the graph that a step waited for.
+        *("teachllm_kernels.first_launch", "teachllm.worker.gpu.cuda_graphs"),
     ),
     "teachllm.server": FROM_ABOVE,
     "teachllm_webui": FROM_ABOVE,

@@ -1,4 +1,4 @@
-"""Notice a kernel's first launch where it must not happen: while a CUDA graph is recorded.
+"""Notice a kernel's first launch, above all where it must not happen: while a CUDA graph is recorded.
 
 The first launch of a kernel compiles it, or finds it on disk, and loads it; and it makes the tensors that the kernel
 keeps from launch to launch. The driver refuses the former while a graph is recorded. The latter would be worse: the
@@ -20,13 +20,33 @@ try:
 except ImportError:  # nor is there anything to record
     knobs = None
 
-__all__ = ["FirstLaunchError", "kept", "refusing_first_launches"]
+__all__ = ["FirstLaunchError", "kept", "observing_first_launches", "refusing_first_launches"]
 
 _refusing = threading.local()
 
 
 class FirstLaunchError(RuntimeError):
     """A kernel was launched for the first time, and nothing could be loaded or made for it."""
+
+
+@contextmanager
+def observing_first_launches(observe: Callable[[str, bool], None]) -> Iterator[None]:
+    """Inside, `observe` is called at each first launch, with the kernel's name and whether it was found on disk."""
+    if knobs is None:
+        yield
+        return
+    before = knobs.compilation.listener
+
+    def listen(**compilation: Any) -> None:
+        if before is not None:
+            before(**compilation)
+        observe(compilation["src"].name, bool(compilation["cache_hit"]))
+
+    knobs.compilation.listener = listen
+    try:
+        yield
+    finally:
+        knobs.compilation.listener = before
 
 
 @contextmanager

@@ -32,6 +32,16 @@ class PrintedLine(NamedTuple):
     text: str
 
 
+def environment_with_caches(folder: Path) -> dict[str, str]:
+    """Return this process's environment, for a program whose caches are in a folder of its own.
+
+    Args:
+        folder: what the program leaves there, the next one finds.
+    """
+    caches = {name: str(folder / name.lower()) for name in _CACHES}
+    return os.environ | caches | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 def run_fresh(module: str, arguments: Sequence[str], folder: str, wanted: Sequence[str]) -> list[PrintedLine]:
     """Run `python -m module`, and return the lines that it prints with the beginnings `wanted`, one of each, in order.
 
@@ -41,8 +51,7 @@ def run_fresh(module: str, arguments: Sequence[str], folder: str, wanted: Sequen
     Raises:
         RuntimeError: the program failed, or has not printed these lines; with the last line of its standard error.
     """
-    caches = {name: str(Path(folder) / name.lower()) for name in _CACHES}
-    environment = os.environ | caches | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = environment_with_caches(Path(folder))
     errors, found = Path(folder) / "stderr", list[PrintedLine]()
     with errors.open("w") as stderr:
         start = time.perf_counter()

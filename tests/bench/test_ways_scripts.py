@@ -32,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureF
             on_result(name, {"error": "no room"} if failed else {"tpot_ms": 2.4, "step_ms": 5.4, "tok_s": 12_000.0})
 
     def start(*arguments: str, script: ModuleType = quantized) -> Result:
-        ways = sys.modules["ways"]
+        ways = sys.modules["h200_parts.ways"]
         monkeypatch.setattr(ways, "benchmark", benchmark)
         monkeypatch.setattr(ways, "give_back", lambda: None)
         monkeypatch.setattr(ways, "device_name", lambda device: "My Card")

@@ -14,7 +14,12 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from teachllm_kernels.first_launch import FirstLaunchError, kept, refusing_first_launches
+from teachllm_kernels.first_launch import (
+    FirstLaunchError,
+    kept,
+    observing_first_launches,
+    refusing_first_launches,
+)
 
 CPU = torch.device("cpu")
 
@@ -48,6 +53,16 @@ def test_other_threads_launch_what_they_like(heard: list[Any]) -> None:
         other.start()
         other.join()
     assert heard == ["_pick"]
+
+
+def test_a_first_launch_is_observed_and_others_hear_of_it_as_before(heard: list[Any]) -> None:
+    observed: list[tuple[str, bool]] = []
+    with observing_first_launches(lambda *launch: observed.append(launch)):
+        launch_first()
+        with pytest.raises(FirstLaunchError), refusing_first_launches():
+            launch_first()
+    launch_first()
+    assert observed == [("_pick", True)] * 2 and heard == ["_pick"] * 3
 
 
 def test_a_tensor_that_is_kept_is_made_once_and_not_while_a_graph_is_recorded() -> None:

@@ -16,7 +16,7 @@ from tests.bench.serve.fake_openai import Answer, FakeServer, running
 from tests.thorough import THOROUGH
 
 script = load_script("serve")
-write_tokenizer = load_script("synthetic_tokenizer").write_tokenizer
+write_tokenizer = load_script("serve_parts/synthetic_tokenizer").write_tokenizer
 
 
 @pytest.mark.skipif(not THOROUGH, reason="starts three processes: make test-thorough")
