@@ -64,12 +64,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def starts_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, have the engines of tests compile and record what they meet: a full start takes longer than a test."""
+    """On a GPU, have this process's engines compile and record what they meet: a full start takes longer than a test.
+    Those in processes of their own start as a user's do."""
     if not os.path.exists("/dev/nvidiactl"):
         return
     from teachllm.worker.gpu import gpu_model_runner
+    from teachllm.worker.gpu.startup.compile_process import Compiling
 
-    monkeypatch.setattr(gpu_model_runner, "start_compiling", lambda *engine: None)
+    monkeypatch.setattr(gpu_model_runner, "start_compiling", lambda *engine: Compiling(None, None))
     monkeypatch.setattr(gpu_model_runner.GraphRunner, "record_known", lambda *known: None)
 
 

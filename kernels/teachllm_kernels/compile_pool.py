@@ -23,7 +23,7 @@ from triton import knobs
 
 from teachllm_kernels._triton import triton
 from teachllm_kernels.gpu_type import GPUType
-from teachllm_kernels.kernel_cache import CachedKernel, cached_kernel, forget, is_whole_code
+from teachllm_kernels.kernel_cache import CachedKernel, cached_kernel, is_whole_code
 from teachllm_kernels.variants import KernelVariant, compiled, target_of
 
 __all__ = ["Compilation", "compile_in_processes"]
@@ -146,10 +146,17 @@ def _compile(variant: KernelVariant, gpu: GPUType) -> CachedKernel:
         Exception: whatever the compiler raises; or the GPU cannot run the kernel.
     """
     target = target_of(gpu)
-    kernel = compiled(variant, target)
-    if not is_whole_code(kernel.kernel):  # a file of the cache is damaged
-        forget(cached_kernel(kernel))
+    try:
         kernel = compiled(variant, target)
+        is_whole = is_whole_code(kernel.kernel)
+    except Exception:  # nor can what Triton raises be told from what it raises where files of its cache are damaged
+        is_whole = False
+    if not is_whole:
+        knobs.compilation.always_compile = True
+        try:
+            kernel = compiled(variant, target)
+        finally:
+            knobs.compilation.always_compile = False
     if (needed := kernel.metadata.shared) > gpu.shared_memory:
         raise ValueError(f"it needs {needed} bytes of shared memory, of which there are {gpu.shared_memory}")
     _build_launcher(kernel)

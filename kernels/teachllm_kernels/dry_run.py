@@ -11,8 +11,8 @@ allocated) depends on the GPU.
 
 What would have been launched can be looked at: `variants.py` collects what has to be compiled for it.
 
-PyTorch implements its own operations for meta tensors. Some of them are Python, and would load PyTorch's compiler,
-which takes seconds, only to say that they are not to be compiled: a dry run leaves the compiler out.
+PyTorch implements its own operations for meta tensors. Some of them are Python, and load PyTorch's compiler, which
+takes seconds, only to say that they are not to be compiled: see `leave_compiler_out`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,15 @@ try:
 except ImportError:  # a machine without Triton has no GPU to plan for, and no launches to hold back
     driver = JITFunction = None
 
-__all__ = ["OnLaunch", "compute_capability", "dry_run", "gpu_type", "per_device", "replacing_launches"]
+__all__ = [
+    "OnLaunch",
+    "compute_capability",
+    "dry_run",
+    "gpu_type",
+    "leave_compiler_out",
+    "per_device",
+    "replacing_launches",
+]
 
 T = TypeVar("T")
 OnLaunch = Callable[..., None]  # called with a Triton function and the arguments of its launch
@@ -112,7 +120,6 @@ def dry_run(gpu: GPUType, on_launch: OnLaunch | None = None) -> Iterator[None]:
         on_launch: called for each launch, as `JITFunction.run` would be.
     """
     with replacing_launches, ExitStack() as stack:
-        stack.enter_context(_without_compiler())
         for kind in _launching_classes():
             stack.callback(setattr, kind, "run", kind.run)
             kind.run = _launches_unless_dry(kind.run)
@@ -121,21 +128,14 @@ def dry_run(gpu: GPUType, on_launch: OnLaunch | None = None) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Answer in place of PyTorch's compiler, unless it is loaded, where it is asked to leave a function alone."""
-    name = "torch._dynamo"
-    if name in sys.modules:
-        yield
-        return
-    stand_in: Any = ModuleType(name)
-    stand_in.disable = lambda function, recursive=True, wrapping=True: function
-    sys.modules[name] = vars(torch)["_dynamo"] = stand_in
-    try:
-        yield
-    finally:
-        if sys.modules.get(name) is stand_in:
-            del sys.modules[name], vars(torch)["_dynamo"]
+def leave_compiler_out() -> None:
+    """Keep PyTorch's operations on meta tensors from loading its compiler, in a process that only does dry runs.
+
+    They ask the compiler to leave a function alone. A stand-in answers from now on, unless the compiler is loaded.
+    """
+    stand_in: Any = ModuleType("torch._dynamo")
+    stand_in.disable = lambda function, *_, **__: function
+    vars(torch)["_dynamo"] = sys.modules.setdefault(stand_in.__name__, stand_in)
 
 
 def _launches_unless_dry(launch: Callable[..., Any]) -> Callable[..., Any]:

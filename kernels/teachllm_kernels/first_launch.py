@@ -29,24 +29,52 @@ class FirstLaunchError(RuntimeError):
     """A kernel was launched for the first time, and nothing could be loaded or made for it."""
 
 
+class _Listeners:
+    """Call several listeners where Triton has room for one, besides the one that was there.
+
+    They come and go in any order and in any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: list[Callable[..., None]] = []
+        self._before: Callable[..., None] | None = None
+
+    @contextmanager
+    def hearing(self, listener: Callable[..., None]) -> Iterator[None]:
+        """Inside, the listener is called too."""
+        with self._lock:
+            if not self._all:
+                self._before, knobs.compilation.listener = knobs.compilation.listener, self._call
+            self._all.append(listener)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._all.remove(listener)
+                if not self._all and knobs.compilation.listener == self._call:
+                    knobs.compilation.listener = self._before
+
+    def _call(self, **compilation: Any) -> None:
+        for listener in ([] if self._before is None else [self._before]) + list(self._all):
+            listener(**compilation)
+
+
+_listeners = _Listeners()
+
+
 @contextmanager
 def observing_first_launches(observe: Callable[[str, bool], None]) -> Iterator[None]:
     """Inside, `observe` is called at each first launch, with the kernel's name and whether it was found on disk."""
     if knobs is None:
         yield
         return
-    before = knobs.compilation.listener
 
     def listen(**compilation: Any) -> None:
-        if before is not None:
-            before(**compilation)
         observe(compilation["src"].name, bool(compilation["cache_hit"]))
 
-    knobs.compilation.listener = listen
-    try:
+    with _listeners.hearing(listen):
         yield
-    finally:
-        knobs.compilation.listener = before
 
 
 @contextmanager
@@ -59,21 +87,18 @@ def refusing_first_launches() -> Iterator[None]:
     if knobs is None:
         yield
         return
-    before, here = knobs.compilation.listener, threading.get_ident()
+    here = threading.get_ident()
 
     def refuse(**compilation: Any) -> None:
-        if before is not None:
-            before(**compilation)
         if threading.get_ident() == here:
             raise FirstLaunchError(f"{compilation['src'].name} was launched for the first time")
 
-    knobs.compilation.listener = refuse
-    _refusing.is_on = True
-    try:
-        yield
-    finally:
-        _refusing.is_on = False
-        knobs.compilation.listener = before
+    with _listeners.hearing(refuse):
+        _refusing.is_on = True
+        try:
+            yield
+        finally:
+            _refusing.is_on = False
 
 
 def kept(make: Callable[[torch.device], torch.Tensor]) -> Callable[[torch.device], torch.Tensor]:

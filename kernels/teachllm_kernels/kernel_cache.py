@@ -14,6 +14,7 @@ import shutil
 import stat
 import struct
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ __all__ = [
     "CachedKernel",
     "cache_folder",
     "cached_kernel",
+    "copy_kernels",
     "forget",
     "is_whole",
     "is_whole_code",
@@ -37,31 +39,25 @@ _IN_MEMORY = Path("/dev/shm")  # the last resort, where no disk has room
 
 
 class CachedKernel(NamedTuple):
-    """Find a compiled kernel in the cache.
+    """Say where a compiled kernel is in the cache, and what its files contain.
 
     Attributes:
         key: Triton's hash of its source, its constants, its options and the compiler.
-        name: of its function.
-        digest: of its machine code.
+        digest: of all of its files.
     """
 
     key: str
-    name: str
     digest: str
 
 
 def cached_kernel(kernel: Any) -> CachedKernel:
     """Describe a kernel that Triton has compiled or found."""
-    return CachedKernel(kernel.hash, kernel.name, hashlib.sha256(kernel.kernel).hexdigest())
+    return CachedKernel(kernel.hash, _digest(kernel.hash))
 
 
 def is_whole(cached: CachedKernel) -> bool:
-    """Return whether the kernel is in the cache as it was written."""
-    try:
-        code = [path for path in _files(cached) if path.suffix in (".cubin", ".hsaco")]
-        return [hashlib.sha256(path.read_bytes()).hexdigest() for path in code] == [cached.digest]
-    except OSError:
-        return False
+    """Return whether the kernel's files are as they were written."""
+    return _digest(cached.key) == cached.digest
 
 
 def is_whole_code(code: bytes) -> bool:
@@ -73,15 +69,36 @@ def is_whole_code(code: bytes) -> bool:
 
 
 def forget(cached: CachedKernel) -> None:
-    """Remove the kernel from the cache, so that it is compiled again."""
-    for folder in {path.parent for path in _files(cached)}:
+    """Remove the kernel from the cache, if that can be written to, so that it is compiled again."""
+    if (folder := _folder(cached.key)) is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _files(cached: CachedKernel) -> list[Path]:
-    """Return the kernel's files in the cache; none if it is not there."""
-    group = get_cache_manager(cached.key).get_group(f"{cached.name}.json") or {}
-    return [Path(path) for path in group.values()]
+def copy_kernels(kernels: Iterable[CachedKernel], source: Path, target: Path) -> None:
+    """Copy kernels from one cache to another; those that cannot be copied are compiled again."""
+    for name in {Path(get_cache_manager(kernel.key).cache_dir).name for kernel in kernels}:
+        with suppress(OSError, shutil.Error):
+            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+
+
+def _folder(key: str) -> Path | None:
+    """Return the folder of a kernel; None where it is missing and cannot be made."""
+    try:
+        return Path(get_cache_manager(key).cache_dir)
+    except OSError:
+        return None
+
+
+def _digest(key: str) -> str:
+    """Return a digest of the names and contents of a kernel's files; "" if they cannot be read."""
+    digest, folder = hashlib.sha256(), _folder(key)
+    try:
+        for file in sorted(folder.iterdir() if folder is not None else ()):
+            if file.is_file():
+                digest.update(f"{file.name}:{file.stat().st_size}:".encode() + file.read_bytes())
+    except OSError:
+        return ""
+    return digest.hexdigest()
 
 
 def usual_cache_folder() -> Path:
@@ -123,6 +140,9 @@ def usable_cache_folder() -> tuple[Path, str | None]:
 def _is_private(folder: Path) -> bool:
     """Return whether this user alone can write into a folder: code is loaded from it. It is made if it is missing."""
     with suppress(OSError):
+        parent = folder.parent.stat().st_mode
+        if parent & stat.S_IWOTH and not parent & stat.S_ISVTX:  # others can put another folder in its place
+            return False
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077

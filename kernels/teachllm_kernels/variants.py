@@ -19,6 +19,7 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -27,7 +28,7 @@ from triton.runtime.jit import compute_cache_key, create_function_from_signature
 from teachllm_kernels._triton import triton
 from teachllm_kernels.gpu_type import GPUType
 
-__all__ = ["KernelVariant", "KernelVariants", "compiled", "target_of"]
+__all__ = ["KernelVariant", "KernelVariants", "compiled", "compiler_version", "target_of"]
 
 
 class KernelVariant(NamedTuple):
@@ -63,6 +64,11 @@ class KernelVariant(NamedTuple):
 def target_of(gpu: GPUType) -> GPUTarget:
     """Return Triton's name of a type of GPU."""
     return GPUTarget("cuda", int(gpu.target.removeprefix("sm_")), 32)
+
+
+def compiler_version(gpu: GPUType) -> str:
+    """Return what else decides what is compiled: the assembler's version, and variables that the compiler reads."""
+    return f"{make_backend(target_of(gpu)).hash()} {sorted(get_cache_invalidating_env_vars().items())}"
 
 
 class KernelVariants:

@@ -311,5 +311,10 @@ def agreed_least(group: Group, number: int, device: torch.device) -> int:
     return int(group.all_gather(torch.tensor([number], device=device)).min())
 
 
+def barrier(group: Group, device: torch.device) -> None:
+    """Wait until all ranks are here."""
+    agreed_least(group, 0, device)
+
+
 def _num_bytes(x: torch.Tensor) -> int:
     return x.numel() * x.element_size()

@@ -94,7 +94,7 @@ def record_and_replay() -> tuple[list[float], list[float], Counts, list[float]]:
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     group = ProcessGroup([0], 60.0, Traffic())
-    graphs = Graphs(device, group.traffic)
+    graphs = Graphs(device, group.traffic, is_shared=True)
     assert group.in_graphs
     x = torch.zeros(4, device=device)
     assert graphs.capture("sum", lambda: group.all_reduce(x * 2) + group.all_gather(x).sum(0))

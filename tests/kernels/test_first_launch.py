@@ -72,3 +72,16 @@ def test_a_tensor_that_is_kept_is_made_once_and_not_while_a_graph_is_recorded() 
     tensor = made(CPU)
     with refusing_first_launches():
         assert made(CPU) is tensor
+
+
+def test_contexts_that_overlap_in_any_order_leave_nothing_behind(heard: list[Any]) -> None:
+    before, seen = knobs.compilation.listener, list[str]()
+    first, second = refusing_first_launches(), observing_first_launches(lambda name, is_cached: seen.append(name))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    launch_first()
+    second.__exit__(None, None, None)
+    launch_first()
+    assert knobs.compilation.listener is before
+    assert (heard, seen) == (["_pick", "_pick"], ["_pick"])

@@ -155,7 +155,7 @@ def prompt_lookup_triton(
         token_ids: [max_rows, max_len] int32.
         rows: [R] int32, the row of each sequence; -1 is padding, whose drafts and count are left as they are.
         num_known: [max_rows] int32, tokens of prompt and outputs; at least 1 in each of `rows`.
-        drafts: [R, num_drafts] int32, written; num_drafts is at most 255.
+        drafts: [R, num_drafts] int32, written; num_drafts is at most 255. Rows may lie in wider ones.
         counts: [R] int32, written.
         max_ngram, min_ngram: see `find_match`.
     """
@@ -190,7 +190,7 @@ def prompt_lookup_triton(
         token_stride=token_ids.stride(0),
         draft_stride=drafts.stride(0),
         NUM_CHUNKS_PADDED=triton.next_power_of_2(num_blocks),
-        NUM_DRAFTS_PADDED=triton.next_power_of_2(num_drafts),
+        NUM_DRAFTS_PADDED=triton.next_power_of_2(max(num_drafts, drafts.stride(0))),
         num_warps=1,
         **options,
     )

@@ -136,14 +136,15 @@ class Graphs:
 
     Args:
         traffic: counts what this process exchanges with other ranks; None: there are none.
+        is_shared: there are others, and what is recorded may exchange something with them.
     """
 
-    def __init__(self, device: torch.device, traffic: Traffic | None = None) -> None:
+    def __init__(self, device: torch.device, traffic: Traffic | None = None, is_shared: bool = False) -> None:
         self._traffic = traffic or Traffic()
         self._sent: dict[Hashable, Counts] = {}  # at each replay
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._pool_is_new = torch.cuda.graph_pool_handle(), True
         self._stream = torch.cuda.Stream(device)
-        self._has_recorded = False
+        self._is_shared, self._warms_up, self._has_failed = is_shared, True, False
         self._seen: set[Hashable] = set()
         self._failed: set[Hashable] = set()
         self._full: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
@@ -223,22 +224,28 @@ class Graphs:
 
         The first launch of a kernel loads it and makes what it keeps between launches, which cannot be recorded. To run
         everything before costs as much as to record it, so it is done only where it is needed: for the first recording
-        of all, since libraries have first launches, too, and after one that has failed.
+        of all, since libraries have first launches, too; after one that has failed; and always where there are other
+        ranks, which run it as well and would wait for this one.
         """
-        if self._has_recorded:
+        if key in self._failed:
+            return None
+        if not self._warms_up:
             try:
                 return self._record(record)
             except FirstLaunchError:
-                pass
+                if self._pool_is_new:  # what was begun in it is gone, and took it along
+                    self._renew_pool()
             except RuntimeError:
+                self._has_failed = True
                 self._renew_pool()
-        self._warm_up(run)
-        self._has_recorded = True
         try:
-            return self._record(record)
+            self._warm_up(run)
+            recorded = self._record(record)
         except RuntimeError as error:
             self._give_up(key, error)
             return None
+        self._warms_up = self._is_shared or self._has_failed
+        return recorded
 
     def _record(self, record: _Record) -> tuple[list[torch.cuda.CUDAGraph], Counts]:
         graphs: list[torch.cuda.CUDAGraph] = []
@@ -255,17 +262,19 @@ class Graphs:
         with torch.cuda.stream(self._stream), self._traffic.recorded() as sent, refusing_first_launches():
             record(begin, end)
         torch.cuda.current_stream().wait_stream(self._stream)
+        self._pool_is_new = False
         return graphs, sent
 
     def _give_up(self, key: Hashable, error: RuntimeError) -> None:
         self._failed.add(key)
+        self._has_failed = True
         self._renew_pool()
         reason = str(error).splitlines()[0]
         warnings.warn(f"running without a CUDA graph for {key}, which could not be recorded: {reason}", stacklevel=5)
 
     def _renew_pool(self) -> None:
         """PyTorch before 2.12 takes the old pool for one that is still recorded to (pytorch/pytorch#180395)."""
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._pool_is_new = torch.cuda.graph_pool_handle(), True
 
     def replay(self, key: Hashable) -> torch.Tensor | None:
         """Launch a full recording; return the tensor that it writes to, the same one every time."""

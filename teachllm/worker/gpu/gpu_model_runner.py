@@ -20,7 +20,7 @@ import torch
 from teachllm.config import EngineConfig
 from teachllm.core.memory import MemoryPlan
 from teachllm.core.scheduler_output import SchedulerOutput, TokenLogprobs
-from teachllm.distributed.group import agreed_least
+from teachllm.distributed.group import agreed_least, barrier
 from teachllm.distributed.layout import layout_of
 from teachllm.distributed.ranks import ALONE, Ranks
 from teachllm.layers.attention_backends.selection import select_backend
@@ -107,7 +107,10 @@ class GPUModelRunner:
         progress = progress or nobody_listens
         is_first_here = ranks.coords.rank % config.num_local_ranks == 0  # of this machine's ranks
         compiling = start_compiling(config, whole, drafter, device, is_first_here)
-        prediction = predict_needs(config, model_config, device, drafter)  # before any weight is read
+        if compiling.needs is None:
+            prediction = predict_needs(config, model_config, device, drafter)  # before any weight is read
+        else:
+            prediction = compiling.needs[ranks.coords.stage]
         predicted = plan_memory(config, model_config, device, drafter, prediction.needs)
         allocated = torch.cuda.memory_allocated(device)
         self.model: Model = load_model(whole, config, device, partial(progress, "weights"), ranks)
@@ -130,7 +133,7 @@ class GPUModelRunner:
             num_steps=max(NUM_STEPS, 2 + layout.pipeline),
         )
         self._sampler = Sampler(config.max_num_seqs, model_config.vocab_size, device)
-        self._graphs = Graphs(device, ranks.world.traffic)
+        self._graphs = Graphs(device, ranks.world.traffic, is_shared=ranks.world.size > 1)
         self._attention = GPUAttention(needs, self._backend, self._batch, 1 + self._batch.max_drafts)
         self._drafting: GPUDrafting | None = None
         if speculation is not None and tree is not None and (loaded is not None or speculation.method == "ngram"):
@@ -153,9 +156,9 @@ class GPUModelRunner:
             is_last_stage=ranks.coords.is_last_stage,
             is_eager=self._eager,
         )
-        if compiling is not None:
-            finish_compiling(compiling, partial(progress, "kernels"))
-        agreed_least(ranks.world, 0, device)  # the others wait for it
+        if compiling.process is not None:
+            finish_compiling(compiling.process, partial(progress, "kernels"))
+        barrier(ranks.world, device)  # of a machine's ranks, one has waited for the kernels
         self._allocate(config, drafter, 1, draft_caches)  # to measure with
         memory = self._measured(predicted, config, weights, free, total, prediction.unmeasured)
         self.memory = memory.of_blocks(agreed_least(ranks.world, memory.num_blocks, device))

@@ -118,7 +118,7 @@ class GraphRunner:
         return self._graphs.replay(key) if has_graph else self.full_step(key)
 
     def _capture(self, key: FullKey) -> bool:
-        """Capture a full graph; it also runs once before, on padding alone."""
+        """Capture a full graph, on padding alone."""
         self._batch.clear(key.num_seqs, key.num_tokens)
         return self._graphs.capture(key, lambda: self.full_step(key))
 

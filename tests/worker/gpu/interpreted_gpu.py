@@ -28,6 +28,7 @@ from teachllm.worker.gpu.attention_inputs import GPUAttention
 from teachllm.worker.gpu.cuda_graphs import Graphs
 from teachllm.worker.gpu.gpu_model_runner import GPUModelRunner
 from teachllm.worker.gpu.memory.predicted import PredictedNeeds
+from teachllm.worker.gpu.startup.compile_process import Compiling
 from teachllm_kernels.attention import decode_plan
 from teachllm_kernels.attention.kv_write import kv_write_triton
 from tests.kernels.guard import guard
@@ -103,7 +104,7 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GPUAttention, "kernel_of", lambda attention, num_seqs: "paged_decode")
     patch.setattr(gpu_model_runner, "select_backend", lambda *needs: TritonBackend())
     patch.setattr(gpu_model_runner, "Graphs", _Graphs)
-    patch.setattr(gpu_model_runner, "start_compiling", lambda *engine: None)
+    patch.setattr(gpu_model_runner, "start_compiling", lambda *engine: Compiling(None, None))
     patch.setattr(gpu_model_runner, "predict_needs", lambda *engine: PredictedNeeds({}, 0))  # a CPU's plan estimates
     patch.setattr(sampler, "draws_by_kernel", lambda device: device == INTERPRETED)
     patch.setattr(make_core, "ModelRunner", InterpretedRunner)

@@ -165,10 +165,7 @@ class GPUDrafting:
         if not step.num_next and (self.drafter is None or not self.drafter.follows_always):
             return
         rows = to_device([step.rows[index] for index in step.sampling], torch.int32, self._batch.device)
-        num_drafts = max(step.num_next, default=0)
-        if self.drafter is None and num_drafts:  # to look up more takes no longer, and fewer kernels
-            num_drafts = self._batch.max_drafts
-        self._propose(rows, num_drafts, any_random, tokens, hidden)
+        self._propose(rows, max(step.num_next, default=0), any_random, tokens, hidden)
 
     def _propose(
         self, rows: torch.Tensor, num_drafts: int, any_random: bool, step: FlatBatch, hidden: torch.Tensor | None
@@ -232,19 +229,20 @@ class GPUDrafting:
         if not num_drafts:
             return
         batch, spec = self._batch, self._speculation
-        drafts = torch.zeros((rows.shape[0], num_drafts), dtype=torch.int32, device=batch.device)
+        # As wide for fewer drafts, so that these need no kernels of their own.
+        drafts = torch.zeros((rows.shape[0], batch.max_drafts), dtype=torch.int32, device=batch.device)
         counts = torch.zeros_like(rows)
         prompt_lookup_triton(
             batch.token_ids,
             rows,
             batch.num_known,
-            drafts,
+            drafts[:, :num_drafts],
             counts,
             max_ngram=spec.prompt_lookup_max,
             min_ngram=spec.prompt_lookup_min,
         )
         if spec.rejection_sample_method == "synthetic":  # what is not found is made up, so that all is verified
-            index = torch.arange(num_drafts, device=batch.device)
+            index = torch.arange(batch.max_drafts, device=batch.device)
             known = batch.num_known.index_select(0, rows.clamp(min=0)).unsqueeze(1)
             made_up = (known.long() * 40503 + index * 2654435761) % self._vocab_size
             drafts = torch.where(index < counts.unsqueeze(1), drafts, made_up.int())

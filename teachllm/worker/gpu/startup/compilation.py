@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,17 +22,21 @@ from typing import NamedTuple
 
 from teachllm.config import EngineConfig
 from teachllm.distributed.layout import layout_of
+from teachllm.models.build import META
 from teachllm.models.model_config import ModelConfig, load_model_config
 from teachllm.models.own_model import model_of_rank
 from teachllm.spec_decode.load import DrafterConfig, load_drafter_config
-from teachllm.worker.gpu.startup.compiled_record import CompiledRecord
+from teachllm.worker.gpu.memory.predicted import PredictedNeeds, predict_needs
+from teachllm.worker.gpu.startup.compiled_record import CompiledRecord, Found
 from teachllm.worker.gpu.startup.rehearsal import known_variants
 from teachllm_kernels.compile_pool import Compilation, compile_in_processes
+from teachllm_kernels.dry_run import dry_run
 from teachllm_kernels.gpu_type import GPUType
 from teachllm_kernels.kernel_cache import cache_folder
 from teachllm_kernels.variants import KernelVariant
 
 _MOST_PROCESSES = 16
+_LONGEST_WAIT_S, _POLL_S = 300.0, 0.05  # for another process that compiles into the same cache
 
 
 class Compiled(NamedTuple):
@@ -71,12 +76,24 @@ def _described(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, Drafter
 def _variants(
     config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None, gpu: GPUType
 ) -> list[KernelVariant]:
-    layout = layout_of(config)
     found: dict[object, KernelVariant] = {}
-    for stage in range(layout.pipeline):  # whose ranks have equal parts
-        part = model_of_rank(model, layout.coords(layout.stage(stage)[0]))
+    for part in _parts(config, model):
         found |= known_variants(config, part, gpu, drafter).by_key
     return list(found.values())
+
+
+def _predicted(
+    config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None, gpu: GPUType
+) -> list[PredictedNeeds]:
+    """Return what a rank of each stage takes."""
+    with dry_run(gpu):
+        return [predict_needs(config, part, META, drafter) for part in _parts(config, model)]
+
+
+def _parts(config: EngineConfig, model: ModelConfig) -> list[ModelConfig]:
+    """Return a rank's part of each stage, whose ranks have equal ones."""
+    layout = layout_of(config)
+    return [model_of_rank(model, layout.coords(layout.stage(stage)[0])) for stage in range(layout.pipeline)]
 
 
 def compile_known(
@@ -99,16 +116,18 @@ def compile_known(
     """
     folder = cache_folder()
     described = _described(config)
-    variants = _variants(*described, gpu)
+    variants, needs = _variants(*described, gpu), _predicted(*described, gpu)
+    record = CompiledRecord(folder, *described, gpu)
     outcomes: list[Compilation] = []
     with _alone(folder):
+        record.remove_damaged()
         for outcome in compile_in_processes(variants, gpu, num_processes or num_cores()):
             outcomes.append(outcome)
             if progress is not None:
                 progress(len(outcomes), len(variants))
     kernels = [each.kernel for each in outcomes if each.kernel is not None]
     if len(kernels) == len(variants):
-        CompiledRecord(folder, *described, gpu).write(kernels)
+        record.write(Found(kernels, needs))
     failures = [f"{each.variant.name}: {each.error}" for each in outcomes if each.error is not None]
     num_cached = sum(each.was_cached and each.error is None for each in outcomes)
     return Compiled(gpu.target, len(outcomes) - num_cached - len(failures), num_cached, str(folder), failures)
@@ -116,11 +135,21 @@ def compile_known(
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold the cache's lock, if its file system has locks."""
-    with (folder / "teachllm.lock").open("w") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+    """Hold the cache's lock; go on without it where there are no locks, or it is not to be had for minutes."""
+    file: int | None = None
+    with suppress(OSError):
+        file = os.open(folder / "teachllm.lock", os.O_RDONLY | os.O_CREAT, 0o666)
+        until = time.monotonic() + _LONGEST_WAIT_S
+        while time.monotonic() < until:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_POLL_S)
+    try:
         yield
+    finally:
+        if file is not None:
+            os.close(file)
 
 
 def num_cores() -> int:

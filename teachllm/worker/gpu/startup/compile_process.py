@@ -8,42 +8,44 @@ pipe how far it has come, one JSON object per line:
     {"compiled": {"target": "sm_90", "num_compiled": 83, "num_cached": 0, "folder": "...", "failures": []}}
     {"refused": "why"}
 
-A second start finds a record of what the first one has compiled (`compiled_record.py`), and needs no process.
+A second start finds a record of what the first one has found out (`compiled_record.py`), and needs no process.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TextIO
+from dataclasses import asdict
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
 from teachllm.config import EngineConfig
 from teachllm.models.model_config import ModelConfig
 from teachllm.spec_decode.load import DrafterConfig
+from teachllm.worker.gpu.memory.predicted import PredictedNeeds
 from teachllm.worker.gpu.startup.compilation import Compiled, compile_known
 from teachllm.worker.gpu.startup.compiled_record import CompiledRecord
 from teachllm.worker.processes.child import (
     end_with_the_parent,
     how_it_ended,
     leave_signals_to_the_parent,
+    only_here,
     start_child,
     tell,
     uninterrupted,
     what_to_do,
 )
-from teachllm_kernels.dry_run import gpu_type
+from teachllm_kernels.dry_run import gpu_type, leave_compiler_out
 from teachllm_kernels.gpu_type import GPUType
-from teachllm_kernels.kernel_cache import usable_cache_folder, usual_cache_folder
+from teachllm_kernels.kernel_cache import copy_kernels, usable_cache_folder, usual_cache_folder
 
 
 class CompileProcess:
@@ -67,9 +69,9 @@ class CompileProcess:
                 self._process = start_child(__name__, str(writes), pass_fds=(writes,))
         finally:
             os.close(writes)
-        self.close = weakref.finalize(self, _end, self._process, self._said)
+        self.close = weakref.finalize(self, only_here(_end), self._process, self._said)
         with suppress(BrokenPipeError):  # it has ended already: `wait` says so
-            tell(self._process, pickle.dumps((config, gpu)))
+            tell(self._process, json.dumps([asdict(config), gpu]).encode())
 
     def wait(self, progress: Callable[[int, int], None] = lambda done, of: None) -> Compiled:
         """Wait until all is compiled.
@@ -93,18 +95,31 @@ class CompileProcess:
 def _end(process: subprocess.Popen[bytes], said: TextIO) -> None:
     """End the process, and with it those that compile."""
     assert process.stdin is not None
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # it leads a session
-    process.wait()
+    if process.poll() is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # it leads a session
+        process.wait()
     with suppress(BrokenPipeError):  # it has not read all that it was told
         process.stdin.close()
     said.close()
 
 
+class Compiling(NamedTuple):
+    """Say what has begun, and what an earlier start has left.
+
+    Attributes:
+        process: compiles the kernels; None: they are in the cache, or another rank's process compiles them.
+        needs: predicted memory of each stage's ranks, as an earlier start has found; None: there is no record.
+    """
+
+    process: CompileProcess | None
+    needs: Sequence[PredictedNeeds] | None
+
+
 def start_compiling(
     config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None, device: torch.device, is_first: bool = True
-) -> CompileProcess | None:
-    """Start to compile an engine's kernels; None: an earlier start has left all of them in the cache.
+) -> Compiling:
+    """Start to compile an engine's kernels, unless an earlier start has left all of them in the cache.
 
     If nothing can be kept in Triton's cache, this process and its children get another one, and a warning says so.
 
@@ -112,20 +127,27 @@ def start_compiling(
         is_first: of this machine's ranks; the others start nothing.
     """
     gpu, usual = gpu_type(device), usual_cache_folder()
-    if CompiledRecord(usual, config, model, drafter, gpu).is_complete():  # it need not be writable then
-        return None
     folder, why_not = usable_cache_folder()
+    record, found = CompiledRecord(folder, config, model, drafter, gpu), None
     if why_not is not None:
+        found = CompiledRecord(usual, config, model, drafter, gpu).read()  # an image's, say
         os.environ["TRITON_CACHE_DIR"] = str(folder)
-        if is_first:
+        if found is not None:
+            copy_kernels(found.kernels, usual, folder)
+            record.write(found)
+        elif is_first:
             warnings.warn(
                 f"kernels cannot be kept in {usual} ({why_not}) and are in {folder}: set TRITON_CACHE_DIR to a folder "
                 "that lasts",
                 stacklevel=2,
             )
-        if CompiledRecord(folder, config, model, drafter, gpu).is_complete():
-            return None
-    return CompileProcess(config, gpu) if is_first else None
+    if (found := record.read()) is not None:
+        return Compiling(None, found.needs)
+    try:
+        return Compiling(CompileProcess(config, gpu) if is_first else None, None)
+    except OSError as error:  # no memory for a process, or no room for its pipes
+        warnings.warn(f"not compiled ahead, so at its launch: every kernel ({error})", stacklevel=2)
+        return Compiling(None, None)
 
 
 def finish_compiling(process: CompileProcess, progress: Callable[[int, int], None]) -> None:
@@ -144,17 +166,23 @@ def finish_compiling(process: CompileProcess, progress: Callable[[int, int], Non
 def main() -> None:
     """Compile for the settings on standard input."""
     leave_signals_to_the_parent()
-    config, gpu = pickle.loads(what_to_do())
+    settings, gpu = json.loads(what_to_do())
     end_with_the_parent()
+    leave_compiler_out()
     with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as pipe, warnings.catch_warnings(action="ignore"):
 
         def say(**what: Any) -> None:
             print(json.dumps(what), file=pipe, flush=True)
 
         try:  # whatever the settings are warned of, the engine says
-            found = compile_known(config, gpu, progress=lambda done, of: say(done=done, of=of))
-        except ValueError as error:
-            say(refused=str(error))
+            target, capability, num_multiprocessors, shared_memory = gpu
+            found = compile_known(
+                EngineConfig(**settings),
+                GPUType(target, (capability[0], capability[1]), num_multiprocessors, shared_memory),
+                progress=lambda done, of: say(done=done, of=of),
+            )
+        except Exception as error:
+            say(refused=" ".join(str(error).split()) or type(error).__name__)
         else:
             say(compiled=found._asdict())
 

@@ -27,7 +27,7 @@ class _EnoughError(Exception):
 def is_complete() -> bool:
     """Return whether a start would find all kernels."""
     model = load_model_config(CONFIG, "cuda")
-    return CompiledRecord(cache_folder(), CONFIG.resolve(model.max_model_len), model, None, GPU).is_complete()
+    return CompiledRecord(cache_folder(), CONFIG.resolve(model.max_model_len), model, None, GPU).read() is not None
 
 
 def stop_at(done: int, of: int) -> None:

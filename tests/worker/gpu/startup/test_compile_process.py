@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,9 +16,11 @@ import torch
 pytest.importorskip("triton")
 
 from teachllm.config import EngineConfig
+from teachllm.worker.gpu.memory.predicted import PredictedNeeds
 from teachllm.worker.gpu.startup import compile_process
 from teachllm.worker.gpu.startup.compilation import Compiled
-from teachllm.worker.gpu.startup.compile_process import CompileProcess, finish_compiling, start_compiling
+from teachllm.worker.gpu.startup.compile_process import CompileProcess, Compiling, finish_compiling, start_compiling
+from teachllm.worker.gpu.startup.compiled_record import Found
 from teachllm_kernels import kernel_cache
 from teachllm_kernels.gpu_type import GPU_TYPES
 from tests.processes import is_gone
@@ -26,6 +28,7 @@ from tests.waiting import wait_for
 
 CONFIG, GPU = EngineConfig(model="teachlm", speculative_config={"method": "ngram"}), GPU_TYPES["sm_90"]
 DONE = Compiled("sm_90", 3, 1, "/cache", [])
+NEEDS = [PredictedNeeds({"activations": 5}, 0)]
 
 
 def nothing(done: int, of: int) -> None: ...
@@ -100,8 +103,8 @@ def test_the_process_compiles_for_what_it_is_told(error: ValueError | None, monk
         return DONE
 
     monkeypatch.setattr(compile_process, "compile_known", compile_known)
-    monkeypatch.setattr(compile_process, "what_to_do", lambda: pickle.dumps((CONFIG, GPU)))
-    for name in ("leave_signals_to_the_parent", "end_with_the_parent"):
+    monkeypatch.setattr(compile_process, "what_to_do", lambda: json.dumps([asdict(CONFIG), GPU]))
+    for name in ("leave_signals_to_the_parent", "end_with_the_parent", "leave_compiler_out"):
         monkeypatch.setattr(compile_process, name, lambda: None)
     reads, writes = os.pipe()
     monkeypatch.setattr(sys, "argv", ["compile_process", str(writes)])
@@ -126,42 +129,73 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 
 class _Record:
-    def __init__(self, *engine: object) -> None: ...
+    """A record of what is compiled, in the folders of `complete`."""
 
-    def is_complete(self) -> bool:
-        return True
+    complete: ClassVar[set[str]] = set()
+
+    def __init__(self, folder: Path, *engine: object) -> None:
+        self._folder = str(folder)
+
+    def read(self) -> Found | None:
+        return Found([], NEEDS) if self._folder in self.complete else None
+
+    def write(self, found: Found) -> None:
+        self.complete.add(self._folder)
 
 
-def start() -> None:
-    start_compiling(CONFIG, None, None, torch.device("cuda"))  # type: ignore[arg-type]
+@pytest.fixture
+def complete(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The folders that have a record."""
+    monkeypatch.setattr(_Record, "complete", set())
+    monkeypatch.setattr(compile_process, "CompiledRecord", _Record)
+    return _Record.complete
 
 
-def test_what_an_earlier_start_has_compiled_needs_no_process_even_if_it_can_only_be_read(
-    started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def start() -> Compiling:
+    return start_compiling(CONFIG, None, None, torch.device("cuda"))  # type: ignore[arg-type]
+
+
+def test_what_an_earlier_start_has_compiled_needs_no_process(
+    started: list[str], complete: set[str], tmp_path: Path
+) -> None:
+    assert start() == Compiling(None, None) and started == [str(tmp_path / "cache")]
+    complete.add(str(tmp_path / "cache"))
+    assert start() == Compiling(None, NEEDS) and len(started) == 1
+
+
+def test_a_cache_that_can_only_be_read_is_copied_to_one_that_can_be_written_to(
+    started: list[str], complete: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "cache").write_text("no folder, so nothing can be written into it")
-    monkeypatch.setattr(compile_process, "CompiledRecord", _Record)
-    start()
-    assert not started
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    complete.add(str(tmp_path / "cache"))
+    with warnings.catch_warnings(action="error"):
+        assert start() == Compiling(None, NEEDS)
+    assert not started and Path(os.environ["TRITON_CACHE_DIR"]).parent == tmp_path
 
 
 def test_a_cache_that_cannot_be_written_to_is_replaced_and_a_line_says_so(
-    started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    started: list[str], complete: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        compile_process, "CompiledRecord", type("Missing", (_Record,), {"is_complete": lambda _: False})
-    )
-    start()
-    assert started == [str(tmp_path / "cache")]
-    (tmp_path / "cache").rmdir()
     (tmp_path / "cache").write_text("")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.warns(UserWarning, match=r"cache \(file exists\) and are in .*: set TRITON_CACHE_DIR"):
         start()
-    other = Path(started[1])
+    other = Path(started[0])
     assert other.parent == tmp_path and other.stat().st_mode & 0o777 == 0o700
     other.chmod(0o777)  # anybody could put kernels there
     monkeypatch.setattr(kernel_cache, "_IN_MEMORY", tmp_path / "memory")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.warns(UserWarning, match="memory"):
         start()
+
+
+def test_an_engine_starts_where_no_process_can_be_started(
+    started: list[str], complete: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*engine: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(compile_process, "CompileProcess", fail)
+    with pytest.warns(UserWarning, match="not compiled ahead, so at its launch: every kernel .*Cannot allocate memory"):
+        assert start() == Compiling(None, None)
