@@ -101,6 +101,7 @@ __all__ = [
     "gl",
     "gluon",
     "hopper",
+    "is_amd",
     "launch_options",
     "shared_memory",
     "tl",
@@ -108,9 +109,22 @@ __all__ = [
 ]
 
 
-def launch_options(device: torch.device) -> dict[str, bool]:
-    """Return keyword arguments for every launch on this device: the `PDL` switch and the matching launch option."""
-    return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}
+def launch_options(device: torch.device, maxnreg: int | None = None) -> dict[str, bool | int]:
+    """Return keyword arguments for every launch on this device: the `PDL` switch, and options that its compiler knows.
+
+    Args:
+        maxnreg: registers per thread at most; AMD's compiler has no such option, and decides for itself.
+    """
+    options: dict[str, bool | int] = {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}
+    if maxnreg is not None and not is_amd(device):
+        options["maxnreg"] = maxnreg
+    return options
+
+
+@per_device
+def is_amd(device: torch.device) -> bool:
+    """Return whether AMD's compiler compiles for the device: kernels then have no PTX."""
+    return gpu_type(device).is_amd
 
 
 @per_device

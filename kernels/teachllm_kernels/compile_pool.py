@@ -159,11 +159,11 @@ def _compile(variant: KernelVariant, gpu: GPUType) -> CachedKernel:
             knobs.compilation.always_compile = False
     if (needed := kernel.metadata.shared) > gpu.shared_memory:
         raise ValueError(f"it needs {needed} bytes of shared memory, of which there are {gpu.shared_memory}")
-    _build_launcher(kernel)
+    _build_launcher(kernel, gpu)
     return cached_kernel(kernel)
 
 
-def _build_launcher(kernel: Any) -> None:
-    """Build what calls the kernel, where there is a GPU's driver; up to Triton 3.6 a C compiler does it."""
-    if torch.cuda.is_available():
+def _build_launcher(kernel: Any, gpu: GPUType) -> None:
+    """Build what calls the kernel, where there is a driver of such a GPU; up to Triton 3.6 a C compiler does it."""
+    if torch.cuda.is_available() and gpu.is_amd == (torch.version.hip is not None):
         triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)

@@ -63,6 +63,8 @@ class KernelVariant(NamedTuple):
 
 def target_of(gpu: GPUType) -> GPUTarget:
     """Return Triton's name of a type of GPU."""
+    if gpu.is_amd:
+        return GPUTarget("hip", gpu.target, 64)
     return GPUTarget("cuda", int(gpu.target.removeprefix("sm_")), 32)
 
 

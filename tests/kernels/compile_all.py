@@ -6,7 +6,7 @@ Launchers are called as always, in a dry run: the variants of kernels that they 
 compiled. Prints each type of GPU with its kernels and how many variants of each there are. Run without
 TRITON_INTERPRET.
 
-    --one-each  compile only one variant of each kernel, for Ampere and Hopper
+    --one-each  compile only one variant of each kernel, for Ampere and Hopper; otherwise all, for all of `TARGETS`
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ from teachllm_kernels.variants import KernelVariants
 
 ONE_EACH = "--one-each" in sys.argv
 META = torch.device("meta")
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
 
 def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -444,7 +445,7 @@ def main() -> None:
         mock.patch.multiple(random_sample, _TILE=2, _CANDIDATES=128).start()  # these compile faster
         mock.patch.multiple(skinny_gemm, _BLOCKS_WANTED=4).start()
     found: dict[str, Counter[str]] = {}
-    for target in ("sm_80", "sm_90") if ONE_EACH else ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"):
+    for target in ("sm_80", "sm_90") if ONE_EACH else TARGETS:
         gpu = GPU_TYPES[target]
         variants = KernelVariants(gpu)
         with dry_run(gpu, variants.add), META:

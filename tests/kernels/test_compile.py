@@ -1,4 +1,4 @@
-"""Every kernel compiles ahead of time for each type of GPU that it may run on, with or without one at hand.
+"""Every kernel compiles ahead of time for each type of GPU that it may run on, with or without one at hand, and fits.
 
 There are hundreds of variants, which take minutes: usually one of each kernel is compiled, for Ampere and Hopper.
 """

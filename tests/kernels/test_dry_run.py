@@ -14,6 +14,7 @@ from teachllm_kernels._triton import HAS_GLUON, launch_options, triton
 from teachllm_kernels.attention.kv_quantization import has_fp8
 from teachllm_kernels.dry_run import compute_capability, dry_run, per_device
 from teachllm_kernels.gpu_type import GPU_TYPES
+from teachllm_kernels.linear.scaled.scaled_mm import library_multiplies
 from teachllm_kernels.rms_norm import rms_norm_triton
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -108,6 +109,16 @@ def test_the_meta_device_is_the_named_card_and_no_card_outside() -> None:
             assert answers() == ((10, 0), False, True)
         assert compute_capability(CPU) == (0, 0) and not has_hopper(CPU)
     assert answers() == ((0, 0), False, False)
+
+
+def test_a_launch_for_amd_has_no_option_of_nvidia_and_no_kernel_that_its_fp8_does_not_run() -> None:
+    with dry_run(GPU_TYPES["sm_80"]):
+        assert launch_options(META, maxnreg=128) == {"PDL": False, "maxnreg": 128}
+        assert launch_options(META, maxnreg=None) == {"PDL": False}
+    with dry_run(GPU_TYPES["gfx942"]):
+        assert launch_options(META, maxnreg=128) == {"PDL": False}
+        assert not has_fp8(META) and not has_hopper(META)
+        assert not library_multiplies(compute_capability(META), 128, 128, is_e4m3=True, has_blocks=False)
 
 
 def test_a_device_is_asked_once_and_the_meta_device_once_for_each_card() -> None:

@@ -20,7 +20,8 @@ def warm(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="Type of GPU to compile for: sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120; by default this machine's."
+            help="Type of GPU to compile for: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; by default this "
+            "machine's."
         ),
     ] = None,
     processes: Annotated[

@@ -387,7 +387,7 @@ def _launch(
         MERGE_ROWS=min(rows, 8),
         EARLY=is_alone and 4 * tile * half_padded * stored_bytes <= _MOST_EARLY,
         STAGES=shape.stages,
-        num_warps=shape.num_warps, maxnreg=shape.maxnreg, **launch_options(q.device),
+        num_warps=shape.num_warps, **launch_options(q.device, maxnreg=shape.maxnreg),
     )  # fmt: skip
     if max_query_len > 1:
         assert query_start is not None

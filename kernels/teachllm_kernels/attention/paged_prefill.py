@@ -228,6 +228,7 @@ def paged_prefill_triton(
     if num_tokens is None:
         num_tokens = q.shape[0]
     options = tile_options(head_size, q.dtype, shared_memory(q.device))
+    maxnreg = options.pop("maxnreg", None)
     group = num_heads // num_kv_heads
     queries = options["BLOCK_M"] // group
     k_scale, v_scale = scales or (None, None)
@@ -257,6 +258,6 @@ def paged_prefill_triton(
         QUERIES=queries,
         AT_ONCE=_AT_ONCE,
         **options,
-        **launch_options(q.device),
+        **launch_options(q.device, maxnreg=maxnreg),
     )
     return out

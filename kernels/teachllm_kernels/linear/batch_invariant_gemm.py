@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, shared_memory, tl, triton
 from teachllm_kernels.linear.dense_gemm import cost, linear_reference
 
 __all__ = ["batch_invariant_gemm_triton", "cost", "linear_reference"]
@@ -63,7 +63,7 @@ def batch_invariant_gemm_triton(
     if x.data_ptr() % 16:
         x = x.clone()  # rows of a larger tensor: a kernel compiled for their alignment would be another one
     out = x.new_empty((num_rows, num_out))
-    options = _tile(num_out, x.dtype)
+    options = _tile(num_out, x.dtype, shared_memory(x.device))
     programs = triton.cdiv(num_rows, options["BLOCK_M"]) * triton.cdiv(num_out, options["BLOCK_N"])
     _batch_invariant_gemm[(programs,)](
         x_ptr=x,
@@ -81,14 +81,17 @@ def batch_invariant_gemm_triton(
     return out
 
 
-def _tile(num_out: int, dtype: torch.dtype) -> dict[str, int]:
+def _tile(num_out: int, dtype: torch.dtype, most_bytes: int) -> dict[str, int]:
     """Return tile sizes and launch options for a weight; they do not depend on the number of rows.
 
-    As many bytes of the weight as possible are in flight, for the sake of few rows, within 96 KB of shared memory,
-    which any GPU has.
+    As many bytes of the weight as possible are in flight, for the sake of few rows, within 96 KB of shared memory.
+
+    Args:
+        most_bytes: shared memory per program.
     """
     if dtype == torch.float32:
         return {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 32, "STAGES": 2, "num_warps": 4}
     if num_out >= _WIDE:
-        return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "STAGES": 4, "num_warps": 4}
+        stages = 4 if most_bytes >= 96 << 10 else 3
+        return {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "STAGES": stages, "num_warps": 4}
     return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 3, "num_warps": 4}

@@ -21,7 +21,7 @@ import torch
 from teachllm_kernels._triton import tl, triton
 
 try:
-    from triton.language.extra.cuda import libdevice
+    from triton.language.extra import libdevice  # as it is compiled, Triton puts the target's own in its place
 except ImportError:
     libdevice = None
 
@@ -44,7 +44,10 @@ else:
 
     @triton.jit
     def _log(x):
-        return libdevice.fast_logf(x)
+        if hasattr(libdevice, "fast_logf"):
+            return libdevice.fast_logf(x)
+        else:  # on AMD's GPUs
+            return tl.log(x)
 
 
 def philox_reference(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,11 @@ def test_it_compiles_for_the_named_gpu_and_says_what_and_where(teachllm: Any, as
     assert "70 kernels compiled for sm_90 in 0 s, 3 were there already: /somewhere/[cache]" in result.stdout
 
 
+def test_its_help_names_each_type_of_gpu(teachllm: Any) -> None:
+    result = teachllm("warm", "--help")
+    assert all(target in result.stdout for target in GPU_TYPES)
+
+
 def test_a_kernel_that_does_not_compile_is_named_and_fails_the_command(
     teachllm: Any, asked: list[tuple[Any, ...]]
 ) -> None:

@@ -12,9 +12,11 @@ from torch import nn
 
 from teachllm.layers.weights import gpu_scaled_weight
 from teachllm.layers.weights.gpu_scaled_weight import GPUScaledWeight
-from teachllm.layers.weights.quantized_weights import Activations
+from teachllm.layers.weights.quantized_weights import Activations, ScaledWeight
 from teachllm.loading import loader
 from teachllm.quantization.formats import rounding
+from teachllm_kernels.dry_run import dry_run
+from teachllm_kernels.gpu_type import GPU_TYPES
 from tests.kernels.rounding import round_as_a_gpu
 from tests.layers.weights.test_gpu_weights import (
     DEVICE,
@@ -56,6 +58,13 @@ def test_activations_stay_unquantized(per: str, activations: Activations, num_ro
     expected = x.double() @ quantized.dequantize(DTYPE).double().t()
     assert weight.input_quantization is None
     assert_near(weight.product(x, None), expected, expected)
+
+
+def test_amds_cards_have_another_fp8_and_take_this_one_for_weights_alone() -> None:
+    with dry_run(GPU_TYPES["gfx942"]), torch.device("meta"):
+        empty = torch.empty(NUM_OUT, NUM_IN, dtype=torch.float8_e4m3fn)
+        weight = GPUScaledWeight(ScaledWeight(empty, torch.empty(NUM_OUT, 1), Activations.BY_TOKEN), DTYPE)
+    assert weight.lacks_fp8 and weight.operands.form == "fp8_weight_only" and weight.input_quantization is None
 
 
 def warned_of(weight: GPUScaledWeight) -> list[str]:

@@ -71,7 +71,7 @@ def test_the_table_decides_how_decodes_are_planned_and_attended_to(
         monkeypatch.setattr(module, name, Spy(name, launched))
     monkeypatch.setattr(hopper_decode, "tile_map", lambda *_: None)
     monkeypatch.setattr(paged_decode, "shared_memory", lambda device: 227 << 10)
-    monkeypatch.setattr(paged_decode, "launch_options", lambda device: {})
+    monkeypatch.setattr(paged_decode, "launch_options", lambda device, maxnreg: {})
     with torch.device("meta"):
         of_seqs = torch.zeros(num_seqs, dtype=torch.int32)
         starts, ids = torch.zeros(num_seqs + 1, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int64)

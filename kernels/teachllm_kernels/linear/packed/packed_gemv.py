@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import torch
 
-from teachllm_kernels._triton import PLACES, gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels._triton import PLACES, gdc_launch_dependents, gdc_wait, is_amd, launch_options, tl, triton
 from teachllm_kernels.linear.packed.packed_dequantize import (
     conversion,
     dequantize_unscaled,
@@ -260,7 +260,7 @@ def packed_gemv_triton(
     num_out = weight.num_out // (2 if gated else 1)
     out = x.new_empty((1, num_out))
     norm_weight, eps = norm or (None, 0.0)
-    warps, magic = _warps(weight, x.dtype), conversion(x.dtype, weight)
+    warps, magic = _warps(weight, x.dtype, is_amd(x.device)), conversion(x.dtype, weight)
     _packed_gemv[(weight.qweight.shape[0],)](
         x_ptr=x,
         qweight_ptr=weight.qweight,
@@ -282,18 +282,18 @@ def packed_gemv_triton(
         IN_TURNS=weight.is_gated,
         GATED=gated,
         num_warps=warps,
-        **_registers(weight, x.dtype),
-        **launch_options(x.device),
+        **launch_options(x.device, maxnreg=_registers(weight, x.dtype, warps)),
     )
     return out
 
 
-def _warps(weight: PackedWeight, dtype: torch.dtype) -> int:
+def _warps(weight: PackedWeight, dtype: torch.dtype, on_amd: bool) -> int:
     """Return the warps per program: eight if there are at most two such programs per multiprocessor, otherwise four.
 
-    Or as few as have work. With float32, which tensor cores do not multiply, one: it needs the registers.
+    Or as few as have work. With float32, which tensor cores do not multiply, one: it needs the registers. On AMD's GPUs
+    one, too: values pass through shared memory on their way to the matrix cores, up to 35 KB per warp.
     """
-    if dtype == torch.float32:
+    if dtype == torch.float32 or on_amd:
         return 1
     num_blocks, blocks_k = weight.qweight.shape[:2]
     holds_two = weight.bits == 4 and scale_step(weight) > 16  # chunks, in 128 registers
@@ -301,20 +301,20 @@ def _warps(weight: PackedWeight, dtype: torch.dtype) -> int:
     return min(max(triton.next_power_of_2(blocks_k) // 8, 1), most)
 
 
-def _registers(weight: PackedWeight, dtype: torch.dtype) -> dict[str, int]:
+def _registers(weight: PackedWeight, dtype: torch.dtype, warps: int) -> int | None:
     """Return a limit on registers per thread: two programs of eight warps must fit, or three or four of four.
 
     Some of these are the next kernel's first programs. With a scale per 16 inputs there is no limit: a thread holds too
     many values.
     """
     if dtype == torch.float32:
-        return {}
-    if _warps(weight, dtype) == 8:  # two programs
-        return {"maxnreg": 128}
+        return None
+    if warps == 8:  # two programs
+        return 128
     if scale_step(weight) == 16:
-        return {}
+        return None
     is_small = weight.bits == 4 and weight.qweight.shape[1] <= 64 and weight.zeros is None and scale_step(weight) == 64
-    return {"maxnreg": 128 if is_small and _has_turns(weight) else 168}  # four programs, or three
+    return 128 if is_small and _has_turns(weight) else 168  # four programs, or three
 
 
 def _has_turns(weight: PackedWeight) -> bool:

@@ -279,8 +279,8 @@ def packed_linear_triton(
         GATED=gated,
         PARTS=parts,
         num_warps=tiling.blocks,
-        **({"maxnreg": 128} if tiling.rows <= 64 and x.dtype != torch.float32 else {}),  # room for two programs
-        **launch_options(x.device),
+        # With so few registers there is room for two programs.
+        **launch_options(x.device, maxnreg=128 if tiling.rows <= 64 and x.dtype != torch.float32 else None),
     )
     return out
 

@@ -6,7 +6,8 @@ code of a product with 4,096 inputs and 8 rows of the weight per program, a valu
 
     e4m3      3.8. Half an instruction converts it to float16, one that to float32, one multiplies and adds, exact but
               for the sum; the rest are the sums across threads
-    int8      1.3. One instruction multiplies four values by four and adds up (dp4a)
+    int8      1.3. One instruction multiplies four values by four and adds up (dp4a); on
+              AMD's GPUs, which have no PTX, values are multiplied one by one
     the row   2.7 more if every program norms and quantizes it for itself: 21 per element. Or the row comes
               quantized, for another launch, whose wait is filled by the weights that programs load first
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import torch
 
-from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, launch_options, tl, triton
+from teachllm_kernels._triton import gdc_launch_dependents, gdc_wait, is_amd, launch_options, tl, triton
 from teachllm_kernels.linear.scaled.scaled_reference import cost, scale_kind, scaled_linear_reference
 from teachllm_kernels.quantize_rows import (
     GROUP,
@@ -166,6 +167,8 @@ def _times(w, q, of_groups, of_blocks, BLOCK: tl.constexpr, BY_BLOCK: tl.constex
         products = w.to(tl.float32) * (q.to(tl.float32) * tl.reshape(factors, [BLOCK]))[None, :]
     elif w.dtype == tl.int32:
         products = _dot4(w, q[None, :])
+    elif w.dtype == tl.int8:
+        products = w.to(tl.int32) * q.to(tl.int32)[None, :]
     else:
         products = w.to(tl.float32) * q.to(tl.float32)[None, :]
     return tl.sum(products, axis=1)
@@ -212,8 +215,9 @@ def _scaled_gemv(
         q, of_groups, scale = _quantize(
             x_ptr, given_scale_ptr, norm, eps, NUM_IN, BLOCK, BLOCKS, QUANTIZED_DTYPE, HAS_NORM, BY_BLOCK, IN_WORDS
         )
-    sums = tl.zeros([ROWS], tl.int32 if IN_WORDS else tl.float32)
-    sums_up = tl.zeros([ROWS], tl.int32 if IN_WORDS else tl.float32)
+    EXACT: tl.constexpr = tl.int8 == QUANTIZED_DTYPE and not BY_BLOCK
+    sums = tl.zeros([ROWS], tl.int32 if EXACT else tl.float32)
+    sums_up = tl.zeros([ROWS], tl.int32 if EXACT else tl.float32)
     for i in tl.static_range(BLOCKS):
         of_group = of_groups[i] if BY_BLOCK else 1.0
         sums += _times(w[i], q[i], of_group, of_w[i], BLOCK, BY_BLOCK)
@@ -264,7 +268,7 @@ def scaled_gemv_triton(
     norm_weight, eps = norm or (None, 0.0)
     block, rows, num_warps = _shape(num_in, gated)
     quantized_dtype = tl.int8 if weight.dtype == torch.int8 else tl.float8e4nv
-    if weight.dtype == torch.int8 and kind != "block":
+    if weight.dtype == torch.int8 and kind != "block" and not is_amd(row.device):
         weight = weight.view(torch.int32)
         row = row if x_scales is None else row.view(torch.int32)
     _scaled_gemv[(triton.cdiv(num_out, rows),)](

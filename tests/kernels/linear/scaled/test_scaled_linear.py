@@ -208,7 +208,7 @@ def test_one_row_is_quantized_as_among_others(quantized_dtype: torch.dtype) -> N
         assert torch.equal(alone, scaled_gemv_triton(among_others, weight, scales, dtype=torch.float32))
 
 
-def test_products_of_integers_are_exact() -> None:
+def test_products_of_integers_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     num_rows = per_device(3, 20)
     weight, _ = weight_of(per_device(20, 40), 1040, torch.int8, "output")
     x = rows_of(num_rows, 1040, torch.int8, "output")
@@ -216,9 +216,10 @@ def test_products_of_integers_are_exact() -> None:
     x = QuantizedRows(x.values, torch.ones_like(x.scales))
     exact = x.values.long().cpu() @ weight.long().cpu().t()
     ways = [scaled_linear_triton(x, weight, ones, dtype=torch.float32)]
-    ways.append(
-        torch.cat([scaled_gemv_triton(row_of(x, i), weight, ones, dtype=torch.float32) for i in range(num_rows)])
-    )
+    for on_amd in NO_OR_YES:  # where no instruction multiplies four values by four
+        monkeypatch.setattr(scaled_gemv, "is_amd", lambda device, on_amd=on_amd: on_amd)
+        rows = [scaled_gemv_triton(row_of(x, i), weight, ones, dtype=torch.float32) for i in range(num_rows)]
+        ways.append(torch.cat(rows))
     if library_takes(x, weight, ones):
         ways.append(scaled_mm(x, weight, ones, dtype=torch.float32))
     if ON_HOPPER:
