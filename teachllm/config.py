@@ -107,9 +107,9 @@ class EngineConfig:
             cut. On a GPU; slower, since no kernel may suit itself to the batch.
         max_logprobs: the most `logprobs` a request may ask for; -1 is no limit.
         check_invariants: verify the scheduler's books after every step.
-        startup: what a GPU's engine does before it is ready. "full": compile every kernel that it may launch, and
-            record a CUDA graph for every size of step. "fast": record none, so that it is ready some seconds sooner; a
-            graph is recorded when its size comes up for the second time, while requests wait.
+        startup: what an engine on a GPU does before it is ready. "full": compile every kernel that it may launch, and
+            record a CUDA graph for every size of step. "fast": compile them, and record a graph when its size comes up
+            for the second time, while requests wait. A CPU has neither.
 
     Parallelism, see docs/parallelism.md:
         tensor_parallel_size: ranks that share every layer: each has some of its heads and a part of its widths.

@@ -1,4 +1,4 @@
-"""Tell how far an engine is on its way from the first weight to the first request."""
+"""Report how far an engine's start has come."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ StartupStage: TypeAlias = Literal["weights", "kernels", "graphs"]
 StartupProgress: TypeAlias = Callable[[StartupStage, int, int], None]  # called with (stage, how much is done, of what)
 
 
-def nobody_listens(stage: StartupStage, done: int, total: int) -> None:
-    """Stand for a `StartupProgress` where nobody wants to know."""
+def ignore_progress(stage: StartupStage, done: int, total: int) -> None:
+    """Do nothing, as a `StartupProgress`."""

@@ -77,17 +77,19 @@ def _hash_callees_first() -> None:
     the constants that these use. As Triton computes it, a function's constants are left out unless the function has
     been hashed before, for another kernel that calls it: the name depends on which kernels have been launched.
     """
-    update_hash = DependenciesFinder._update_hash
+    update_hash = getattr(DependenciesFinder, "_update_hash", None)
+    if update_hash is None or hasattr(update_hash, "has_callees_first"):
+        return
 
     def hash_and_update(self: Any, function: Any) -> None:
         function.cache_key  # noqa: B018 - hashes it
         update_hash(self, function)
 
+    hash_and_update.has_callees_first = True  # type: ignore[attr-defined]
     DependenciesFinder._update_hash = hash_and_update
 
 
-if DependenciesFinder is not None:
-    _hash_callees_first()
+_hash_callees_first()
 
 PLACES = 132  # multiprocessors of an H200 and of the larger H100; the kernels divide products for that many
 

@@ -196,7 +196,7 @@ def _tiles_of_a_split(tiles, num_seqs, wave):
     return low  # with more sequences than places: the work per place
 
 
-# They differ from batch to batch: prompts begin anywhere behind the decodes.
+# They differ from batch to batch: prompts begin anywhere after the decodes.
 @triton.jit(do_not_specialize=["num_seqs", "wave", "max_items", "query_start_ptr"])
 def _plan_decode(
     items_ptr, spans_ptr, seq_lens_ptr, query_start_ptr, rows_ptr,

@@ -70,7 +70,7 @@ _MOST_EARLY = 32 << 10  # bytes of K and V that a program holds in 64 registers 
 _MERGED_ALONE = 16384  # elements: 32 splits of 4 heads of 128
 
 
-@triton.jit(do_not_specialize=["query_start_ptr"])  # prompts begin anywhere behind the decodes
+@triton.jit(do_not_specialize=["query_start_ptr"])  # prompts begin anywhere after the decodes
 def _paged_decode(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, block_tables_ptr, tree_ptr,
     items_ptr, partial_ptr, lse_ptr, finished_ptr,

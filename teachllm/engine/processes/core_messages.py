@@ -86,7 +86,7 @@ class Close(Message, frozen=True):
 
 
 class Loading(Message, frozen=True):
-    """So far it is on its way, as a `StartupProgress` is told."""
+    """How far the start has come: the arguments of a `StartupProgress`."""
 
     stage: StartupStage
     done: int

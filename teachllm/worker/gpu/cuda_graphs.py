@@ -30,7 +30,7 @@ from teachllm.worker.gpu.device_step import DeviceStep
 from teachllm_kernels.first_launch import FirstLaunchError, refusing_first_launches
 
 _LARGEST_MIXED_GRAPH = 512  # tokens; a longer step takes longer on the device than its launches take on the host
-_PROMPTS = 8  # sequences in a graph of prompts alone, of which at least one is padding
+_PROMPTS = 8  # sequences in a graph of prompts alone: up to seven prompts, since at least one is padding
 _OTHERS_MAY_CALL = "thread_local"  # other threads wait for results, and NCCL's watches its operations, meanwhile
 
 AttentionCall = Callable[[AttentionMetadata], None]
@@ -55,16 +55,11 @@ class FullKey(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Return whether the step samples in the graph; otherwise the graph ends with logits."""
-        return self.variant is not None
+        """Return whether the step samples in the graph, and drafts if drafts are asked for.
 
-    @property
-    def settles_drafts(self) -> bool:
-        """Return whether a drafter has nothing to do after the graph: its drafts are in it, or none are asked for.
-
-        After a graph of prompts, or one that ends with logits, it proposes outside.
+        Otherwise the graph ends with logits, and both are done after it.
         """
-        return self.samples and self.decode_len > 0
+        return self.variant is not None
 
 
 @dataclass(frozen=True)

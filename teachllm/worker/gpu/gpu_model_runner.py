@@ -35,7 +35,7 @@ from teachllm.sampling.shared_vocabulary import Columns
 from teachllm.spec_decode.load import DrafterConfig, load_drafter
 from teachllm.spec_decode.step_times import Prior
 from teachllm.spec_decode.tree import DraftTree
-from teachllm.startup_progress import StartupProgress, nobody_listens
+from teachllm.startup_progress import StartupProgress, ignore_progress
 from teachllm.worker.gpu.attention_inputs import GPUAttention
 from teachllm.worker.gpu.cuda_graphs import Graphs
 from teachllm.worker.gpu.device_batch import NUM_STEPS, DeviceBatch
@@ -104,7 +104,7 @@ class GPUModelRunner:
         tree = None if speculation is None else DraftTree.of_config(speculation)
         if tree is not None and not tree.is_chain and not self._backend.splits_decodes:
             raise ValueError("batch_invariant verifies chains of drafts: leave speculative_token_tree out")
-        progress = progress or nobody_listens
+        progress = progress or ignore_progress
         is_first_here = ranks.coords.rank % config.num_local_ranks == 0  # of this machine's ranks
         compiling = start_compiling(config, whole, drafter, device, is_first_here)
         if compiling.needs is None:
@@ -288,7 +288,7 @@ class GPUModelRunner:
         if not scores and (held := self._graph_runner.full_key(step, variant)) is not None:
             step, key = held
             logits, to_draft = self._graph_runner.full(step, key, behind), None
-            if drafting is not None and not key.settles_drafts:
+            if drafting is not None and not key.samples:
                 tokens = self._graph_runner.tokens_of(step, key.num_seqs, key.num_tokens)
                 to_draft = partial(drafting.propose, step, tokens, behind)
             return self._launched(step, rows, variant, logits if rows else None, None, to_draft)

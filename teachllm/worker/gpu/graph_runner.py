@@ -98,7 +98,7 @@ class GraphRunner:
         else:
             num_drafts = None
         if not decode_len:
-            variant = None  # prompts are sampled behind their graph: that is launched long before the device gets there
+            variant = None  # prompts are sampled after their graph: that is launched long before the device gets there
         shape = self._sizes.full(step)
         return None if shape is None else (step, FullKey(*shape, decode_len, variant, num_drafts))
 

@@ -17,7 +17,7 @@ from teachllm.worker.gpu.device_step import DeviceStep
 _NUM_KNOWN = 1024  # tokens of a request, if that many fit
 # Of random tokens and of filters, see `Sampler.plain_variant`: random rows without filters go through them, too.
 VARIANTS = ((True, True), (False, False))
-ALL_VARIANTS = ((True, True), (True, False), (False, False), None)  # without drafts; None: sampled behind the graph
+ALL_VARIANTS = ((True, True), (True, False), (False, False), None)  # without drafts; None: sampled after the graph
 _MOST_DRAFTED_FOR = 64  # requests at once; for more it rarely pays, and what is needed all the same is recorded then
 
 

@@ -50,7 +50,9 @@ def test_every_graph_that_may_be_needed_is_known() -> None:
 
     # Decodes of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ... 256 sequences, sampled in four ways; a few prompts of 1 to 512
     # tokens in 23 sizes.
-    assert len(keys()) == 15 * 4 + 23
+    found = keys()
+    assert len(found) == 15 * 4 + 23
+    assert {key.samples for key in found if not key.decode_len} == {False}
     small = keys(max_num_seqs=4, max_num_batched_tokens=4)
     assert len(small) == 3 * 4 + 3
     assert [key.num_tokens for key in small] == sorted((key.num_tokens for key in small), reverse=True)

@@ -95,7 +95,7 @@ class StepRehearsal:
         sampled: Sequence[tuple[bool, bool]],
         hidden: torch.Tensor | None = None,
     ) -> None:
-        """Sample and draft behind a forward pass."""
+        """Sample and draft after a forward pass."""
         sampling, drafting, count = self._runner.sampling, self._runner.drafting, len(step.sampling)
         if drafting is not None:
             drafting.catch_up([Behind(row, 0, step.num_tokens // len(step.rows)) for row in step.rows])
