@@ -56,8 +56,10 @@ def _what_a_gpu_lacks(device: torch.device) -> str | None:
     except RuntimeError as error:  # of a driver that is too old, or does not run: torch's own words say which
         reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
         return f"PyTorch cannot use the GPU ({reason}): update its driver"
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        return f"{name} is AMD's: the kernels are compiled for it, and were never run"
     if major < 8:
-        name = torch.cuda.get_device_name(device)
         return f"{name} has compute capability {major}.{minor}: the kernels need 8.0 (Ampere) or newer"
     if find_spec("triton") is None:
         return "the kernels need Triton: pip install 'teachllm[gpu]'"

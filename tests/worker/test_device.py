@@ -40,6 +40,7 @@ def test_a_device_is_found_by_its_name_and_a_gpu_by_default(two_gpus: pytest.Mon
             r"PyTorch cannot use the GPU \(The NVIDIA driver on your system is too old \(found version 11040\)\)",
         ),
         ("triton", "need Triton: pip"),
+        ("hip", "Old GPU is AMD's: the kernels are compiled for it, and were never run"),
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_refused_or_passed_over_aloud(
@@ -47,6 +48,8 @@ def test_a_gpu_that_cannot_be_used_is_refused_or_passed_over_aloud(
 ) -> None:
     if changed == "triton":
         two_gpus.setattr(device_module, "find_spec", lambda name: None)
+    elif changed == "hip":
+        two_gpus.setattr(torch.version, "hip", "6.4")
     elif changed == "driver":
 
         def refuse(device: torch.device) -> None:
