@@ -23,8 +23,8 @@ from triton import knobs
 
 from teachllm_kernels._triton import triton
 from teachllm_kernels.gpu_type import GPUType
-from teachllm_kernels.kernel_cache import CachedKernel, cached_kernel, is_whole_code
-from teachllm_kernels.variants import KernelVariant, compiled, target_of
+from teachllm_kernels.kernel_cache import CachedKernel, cached_kernel, forget, is_whole_code
+from teachllm_kernels.variants import KernelVariant, compiled, key_of, target_of
 
 __all__ = ["Compilation", "compile_in_processes"]
 
@@ -149,14 +149,11 @@ def _compile(variant: KernelVariant, gpu: GPUType) -> CachedKernel:
     try:
         kernel = compiled(variant, target)
         is_whole = is_whole_code(kernel.kernel)
-    except Exception:  # nor can what Triton raises be told from what it raises where files of its cache are damaged
+    except Exception:  # of the compiler, or of reading a damaged file: which, the second attempt shows
         is_whole = False
     if not is_whole:
-        knobs.compilation.always_compile = True
-        try:
-            kernel = compiled(variant, target)
-        finally:
-            knobs.compilation.always_compile = False
+        forget(key_of(variant, target))
+        kernel = compiled(variant, target)
     if (needed := kernel.metadata.shared) > gpu.shared_memory:
         raise ValueError(f"it needs {needed} bytes of shared memory, of which there are {gpu.shared_memory}")
     _build_launcher(kernel, gpu)

@@ -68,9 +68,9 @@ def is_whole_code(code: bytes) -> bool:
     return int(offset) + int(size) * int(count) <= len(code)
 
 
-def forget(cached: CachedKernel) -> None:
-    """Remove the kernel from the cache, if that can be written to, so that it is compiled again."""
-    if (folder := _folder(cached.key)) is not None:
+def forget(key: str) -> None:
+    """Remove a kernel from the cache, if that can be written to, so that it is compiled again."""
+    if (folder := _folder(key)) is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -15,6 +15,7 @@ device.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -23,12 +24,13 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.cache import get_cache_key
 from triton.runtime.jit import compute_cache_key, create_function_from_signature
 
 from teachllm_kernels._triton import triton
 from teachllm_kernels.gpu_type import GPUType
 
-__all__ = ["KernelVariant", "KernelVariants", "compiled", "compiler_version", "target_of"]
+__all__ = ["KernelVariant", "KernelVariants", "compiled", "compiler_version", "key_of", "target_of"]
 
 
 class KernelVariant(NamedTuple):
@@ -66,6 +68,14 @@ def target_of(gpu: GPUType) -> GPUTarget:
     if gpu.is_amd:
         return GPUTarget("hip", gpu.target, 64)
     return GPUTarget("cuda", int(gpu.target.removeprefix("sm_")), 32)
+
+
+def key_of(variant: KernelVariant, target: GPUTarget) -> str:
+    """Return the key by which Triton's cache has a variant, as `triton.compile` computes it."""
+    source, backend = variant.source, make_backend(target)
+    options = backend.parse_options(variant.options.__dict__ | source.parse_options())
+    key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def compiler_version(gpu: GPUType) -> str:

@@ -23,7 +23,7 @@ from teachllm_kernels.dry_run import dry_run
 from teachllm_kernels.gpu_type import GPU_TYPES
 from teachllm_kernels.kernel_cache import CachedKernel, forget, is_whole
 from teachllm_kernels.silu_and_mul import silu_and_mul_triton
-from teachllm_kernels.variants import KernelVariant, KernelVariants, compiled
+from teachllm_kernels.variants import KernelVariant, KernelVariants, compiled, key_of, target_of
 
 GPU = GPU_TYPES["sm_80"]
 HOPPERS = ["_hopper_prefill", "_hopper_decode"]  # which share functions
@@ -83,7 +83,8 @@ def main() -> None:
         found["damaged"].append(sum(not is_whole(kernel) for kernel in kernels))
         found["mended"].append([each["error"] for each in outcomes(variants)])
     found["whole again"] = [is_whole(kernel) for kernel in kernels]
-    forget(kernels[1])
+    forget(kernels[1].key)
+    found["keys"] = {kernel.key for kernel in kernels} == {key_of(variant, target_of(GPU)) for variant in variants}
     found["forgotten"] = [is_whole(kernel) for kernel in kernels]
     outcomes(variants)
 

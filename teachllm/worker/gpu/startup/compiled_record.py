@@ -87,7 +87,7 @@ class CompiledRecord:
         """Remove kernels from the cache that are not as they were written. They will be compiled again."""
         for kernel in () if (found := self._read()) is None else found.kernels:
             if not is_whole(kernel):
-                forget(kernel)
+                forget(kernel.key)
 
     def write(self, found: Found) -> None:
         """Write the record; where that fails, the next start finds it out again."""

@@ -33,7 +33,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The keys of kernels that are not whole; those that were forgotten are added with a "-"."""
     damaged: set[str] = set()
     monkeypatch.setattr(compiled_record, "is_whole", lambda kernel: kernel.key not in damaged)
-    monkeypatch.setattr(compiled_record, "forget", lambda kernel: damaged.add(f"-{kernel.key}"))
+    monkeypatch.setattr(compiled_record, "forget", lambda key: damaged.add(f"-{key}"))
     return damaged
 
 
