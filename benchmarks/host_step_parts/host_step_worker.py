@@ -199,6 +199,17 @@ class InstantOutput:
         return self._output
 
 
+def metered_core(config: Any, executor: InstantExecutor, meter: Meter) -> Any:
+    """Return an engine's core whose phases are counted."""
+    core = load("EngineCore")(config, executor)
+    scheduler = get(core, "EngineCore.scheduler")
+    meter.attach(scheduler, name_of(scheduler, "Scheduler.schedule"), "schedule")
+    meter.attach(executor, "execute", "inputs")
+    meter.attach(executor, "sample", "update")
+    meter.attach(scheduler, name_of(scheduler, "Scheduler.update"), "update")
+    return core
+
+
 def measure(runner: str, num_requests: int, *, num_windows: int, meter: Meter) -> list[Costs]:
     """Return what each window of a steady decode costs.
 
@@ -218,12 +229,7 @@ def measure(runner: str, num_requests: int, *, num_windows: int, meter: Meter) -
         async_scheduling=runner == "gpu",
     ).resolve(MAX_MODEL_LEN)
     executor = InstantExecutor(RUNNERS[runner](config), num_blocks=num_requests * MAX_MODEL_LEN // BLOCK_SIZE)
-    core = load("EngineCore")(config, executor)
-    scheduler = get(core, "EngineCore.scheduler")
-    meter.attach(scheduler, name_of(scheduler, "Scheduler.schedule"), "schedule")
-    meter.attach(executor, "execute", "inputs")
-    meter.attach(executor, "sample", "update")
-    meter.attach(scheduler, name_of(scheduler, "Scheduler.update"), "update")
+    core = metered_core(config, executor, meter)
     params = load("SamplingParams")(temperature=0.0, max_tokens=MAX_MODEL_LEN, ignore_eos=True)
     for index in range(num_requests):
         # Prompts differ from their first token on, so that none is found in the cache; their lengths take turns.
@@ -252,12 +258,7 @@ def measure_arrivals(num_requests: int, *, num_windows: int, meter: Meter) -> li
         device="cpu", block_size=BLOCK_SIZE, max_model_len=max_len, max_num_seqs=2, max_num_batched_tokens=max_len
     ).resolve(max_len)
     executor = InstantExecutor(CPUInputs(config), num_blocks=4 * max_len // BLOCK_SIZE)
-    core = load("EngineCore")(config, executor)
-    scheduler = get(core, "EngineCore.scheduler")
-    meter.attach(scheduler, name_of(scheduler, "Scheduler.schedule"), "schedule")
-    meter.attach(executor, "execute", "inputs")
-    meter.attach(executor, "sample", "update")
-    meter.attach(scheduler, name_of(scheduler, "Scheduler.update"), "update")
+    core = metered_core(config, executor, meter)
     params, shared = load("SamplingParams")(temperature=0.0, max_tokens=1), [3] * SHARED
     requests = (
         load("Request")(str(index), array("q", shared + [4 + index] * BLOCK_SIZE), params)

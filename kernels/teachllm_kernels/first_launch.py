@@ -30,9 +30,9 @@ class FirstLaunchError(RuntimeError):
 
 
 class _Listeners:
-    """Call several listeners where Triton has room for one, besides the one that was there.
+    """Call several listeners, and the one that was set before, though Triton calls only one.
 
-    They come and go in any order and in any thread.
+    Listeners may be added and removed in any order and by any thread.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Triton's cache on disk: where compiled kernels can be kept, and whether those that are there are whole.
+"""Find a writable folder for Triton's cache, and check the kernels in it for damage.
 
 Triton writes each file under another name and then renames it, and lists a kernel's files last. So a process that is
 killed leaves no half of a kernel behind, and processes that compile the same do not disturb each other. What can still
@@ -75,7 +75,7 @@ def forget(key: str) -> None:
 
 
 def copy_kernels(kernels: Iterable[CachedKernel], source: Path, target: Path) -> None:
-    """Copy kernels from one cache to another; those that cannot be copied are compiled again."""
+    """Copy kernels from one cache to another, as far as possible: what is missing will be compiled again."""
     for name in {Path(get_cache_manager(kernel.key).cache_dir).name for kernel in kernels}:
         with suppress(OSError, shutil.Error):
             shutil.copytree(source / name, target / name, dirs_exist_ok=True)

@@ -224,7 +224,7 @@ class GraphRunner:
         batch = self._batch
         padded_seqs, size = self.mixed_shape(step)
         is_padded = self._is_padded(step)
-        key = ("mixed", size)
+        key = _mixed_key(size)
         in_pieces = is_padded and self._graphs.has(key)
         if is_padded and not in_pieces and not self._eager and self._graphs.is_due(key):
             in_pieces = self._capture_mixed(size)
@@ -266,7 +266,7 @@ class GraphRunner:
             metadata.outside = outside or (lambda call: None)
             return self._forward(size, metadata)
 
-        return self._graphs.capture_pieces(("mixed", size), run)
+        return self._graphs.capture_pieces(_mixed_key(size), run)
 
     def tokens_of(self, step: DeviceStep, num_seqs: int, size: int) -> FlatBatch:
         """Return the flat batch of a mixed step that has been built."""
@@ -291,3 +291,8 @@ class GraphRunner:
             num_decodes=count,
         )
         return self._attention.metadata(tokens, can_fuse=False)
+
+
+def _mixed_key(size: int) -> tuple[str, int]:
+    """Name the pieces of mixed steps of `size` tokens."""
+    return "mixed", size

@@ -135,7 +135,7 @@ def compile_known(
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold the cache's lock; go on without it where there are no locks, or it is not to be had for minutes."""
+    """Hold the cache's lock; continue without it if the file system has no locks, or after `_LONGEST_WAIT_S`."""
     file: int | None = None
     with suppress(OSError):
         file = os.open(folder / "teachllm.lock", os.O_RDONLY | os.O_CREAT, 0o666)

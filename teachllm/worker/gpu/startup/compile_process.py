@@ -93,7 +93,7 @@ class CompileProcess:
 
 
 def _end(process: subprocess.Popen[bytes], said: TextIO) -> None:
-    """End the process, and with it those that compile."""
+    """End the process and the processes that it has forked."""
     assert process.stdin is not None
     if process.poll() is None:
         with suppress(ProcessLookupError, PermissionError):
@@ -128,7 +128,7 @@ def start_compiling(
     """
     gpu, usual = gpu_type(device), usual_cache_folder()
     folder, why_not = usable_cache_folder()
-    record, found = CompiledRecord(folder, config, model, drafter, gpu), None
+    record = CompiledRecord(folder, config, model, drafter, gpu)
     if why_not is not None:
         found = CompiledRecord(usual, config, model, drafter, gpu).read()  # an image's, say
         os.environ["TRITON_CACHE_DIR"] = str(folder)

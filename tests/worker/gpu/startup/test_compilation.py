@@ -39,7 +39,7 @@ def test_one_that_was_killed_and_several_at_once_leave_a_whole_cache(tmp_path: P
     found = run_compiled(Path(__file__).parent / "shared_cache.py", "8", cache=tmp_path)
     assert not found["after one was killed"] and found["in the end"] and not found["failures"]
     first, *others = sorted(found["compiled"], reverse=True)
-    assert first > 0 and not any(others)  # one compiles the rest, and those that waited for it find all
+    assert first > 0 and not any(others)  # one compiles what is missing while the others wait
     assert len({sum(counts) for counts in zip(found["compiled"], found["found"], strict=True)}) == 1
 
 

@@ -30,7 +30,7 @@ def record(folder: Path, target: str = "sm_90", **settings: Any) -> CompiledReco
 
 @pytest.fixture
 def damaged(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The keys of kernels that are not whole; those that were forgotten are added with a "-"."""
+    """The keys of damaged kernels. Removing a kernel adds its key with a "-"."""
     damaged: set[str] = set()
     monkeypatch.setattr(compiled_record, "is_whole", lambda kernel: kernel.key not in damaged)
     monkeypatch.setattr(compiled_record, "forget", lambda key: damaged.add(f"-{key}"))
